@@ -1,0 +1,170 @@
+"""One exception tree and one table: class -> gRPC status -> HTTP status -> retryable -> counts against the breaker.
+
+Raise these for whatever a user or a peer can cause; `assert` is for bugs. A client sees `reason` and `message` and
+never the text of another exception, so neither may hold paths, addresses, prompts or keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from protos.v1 import common_pb2
+
+
+class PdserveError(Exception):
+    """Base of every error this system raises on purpose.
+
+    reason: stable snake_case code; message: one sentence for the caller; field and limit: what was wrong with the
+    input, where that is the cause; retry_after_ms: when trying again makes sense.
+    """
+
+    reason = "internal"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        field: str = "",
+        limit: str = "",
+        retry_after_ms: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or type(self).reason
+        self.field = field
+        self.limit = limit
+        self.retry_after_ms = retry_after_ms
+
+    @property
+    def row(self) -> Row:
+        """This error's line of TABLE (of its nearest listed class)."""
+        for cls in type(self).__mro__:
+            if cls in TABLE:
+                return TABLE[cls]
+        raise AssertionError("PdserveError itself is listed")
+
+    def detail(self) -> common_pb2.ErrorDetail:
+        """The wire form."""
+        return common_pb2.ErrorDetail(
+            reason=self.reason,
+            message=self.message,
+            retryable=self.row.retryable,
+            retry_after_ms=self.retry_after_ms,
+            field=self.field,
+            limit=self.limit,
+        )
+
+
+class InvalidRequest(PdserveError):
+    """The request can never succeed as it is."""
+
+    reason = "invalid_request"
+
+
+class PayloadTooLarge(InvalidRequest):
+    reason = "payload_too_large"
+
+
+class Unauthenticated(PdserveError):
+    reason = "unauthenticated"
+
+
+class PermissionDenied(PdserveError):
+    reason = "permission_denied"
+
+
+class NotFound(PdserveError):
+    reason = "not_found"
+
+
+class QuotaExceeded(PdserveError):
+    """The caller's own limit: 429."""
+
+    reason = "quota_exceeded"
+
+
+class Saturated(PdserveError):
+    """The fleet's limit, or no usable pair: 503."""
+
+    reason = "saturated"
+
+
+class Draining(Saturated):
+    reason = "draining"
+
+
+class WorkerLost(PdserveError):
+    """A worker died, froze or lost the request's stream."""
+
+    reason = "worker_lost"
+
+
+class KvLost(PdserveError):
+    """The pages of a hand-off are not to be had any more; prefill again."""
+
+    reason = "kv_lost"
+
+
+class TicketInvalid(KvLost):
+    """Unknown, expired, released, forged, or of another epoch or layout. No byte has moved."""
+
+    reason = "ticket_invalid"
+
+
+class LayoutMismatch(PdserveError):
+    """Two workers that must not be paired; the message names both values."""
+
+    reason = "layout_mismatch"
+
+
+class ChecksumMismatch(KvLost):
+    reason = "checksum_mismatch"
+
+
+class TransferFailed(KvLost):
+    reason = "transfer_failed"
+
+
+class DeadlineExceeded(PdserveError):
+    reason = "deadline_exceeded"
+
+
+class Cancelled(PdserveError):
+    reason = "cancelled"
+
+
+class Unsupported(InvalidRequest):
+    """A field or feature that exists elsewhere and is not honoured here."""
+
+    reason = "unsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    grpc_status: grpc.StatusCode
+    http_status: int
+    retryable: bool
+    breaker: bool
+
+
+_G = grpc.StatusCode
+TABLE: dict[type[PdserveError], Row] = {
+    PdserveError: Row(_G.INTERNAL, 500, False, True),
+    InvalidRequest: Row(_G.INVALID_ARGUMENT, 400, False, False),
+    PayloadTooLarge: Row(_G.INVALID_ARGUMENT, 413, False, False),
+    Unauthenticated: Row(_G.UNAUTHENTICATED, 401, False, False),
+    PermissionDenied: Row(_G.PERMISSION_DENIED, 403, False, False),
+    NotFound: Row(_G.NOT_FOUND, 404, False, False),
+    QuotaExceeded: Row(_G.RESOURCE_EXHAUSTED, 429, True, False),
+    Saturated: Row(_G.UNAVAILABLE, 503, True, False),
+    WorkerLost: Row(_G.UNAVAILABLE, 503, True, True),
+    KvLost: Row(_G.FAILED_PRECONDITION, 503, True, False),
+    LayoutMismatch: Row(_G.FAILED_PRECONDITION, 503, False, False),
+    ChecksumMismatch: Row(_G.DATA_LOSS, 503, True, True),
+    TransferFailed: Row(_G.UNAVAILABLE, 503, True, True),
+    DeadlineExceeded: Row(_G.DEADLINE_EXCEEDED, 504, False, False),
+    Cancelled: Row(_G.CANCELLED, 499, False, False),
+}
