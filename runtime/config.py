@@ -5,18 +5,17 @@ Precedence: flag, environment, file, default. Every process gets the whole of it
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    YamlConfigSettingsSource,
-)
+import yaml
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from runtime.errors import InvalidRequest
 
 RoleName = Literal["prefill", "decode", "both"]
 
@@ -24,9 +23,7 @@ RoleName = Literal["prefill", "decode", "both"]
 class Config(BaseSettings):
     """Units are in the names; byte and token counts are plain integers."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="PDSERVE_", frozen=True, extra="forbid", yaml_file_encoding="utf-8"
-    )
+    model_config = SettingsConfigDict(env_prefix="PDSERVE_", frozen=True, extra="forbid")
 
     # the model
     model: str = "smollm2"  # a folder (safetensors), a .gguf file, or a shipped name: smollm2, tiny-kimi, oracle
@@ -130,16 +127,97 @@ class Config(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
-        path = os.environ.get("PDSERVE_CONFIG_FILE", "")
-        if path:
-            sources.append(YamlConfigSettingsSource(settings_cls, yaml_file=path))
-        return tuple(sources)
+        return (init_settings, env_settings)  # the file is read by load(), so that its errors can name it
 
     @classmethod
-    def load(cls, flags: dict[str, Any], file: str | Path | None = None) -> Config:
+    def load(cls, flags: Mapping[str, Any], file: str | Path | None = None) -> Config:
         """Build the configuration of a process.
 
-        Raises InvalidRequest naming the key and the limit; never pydantic's own error.
+        flags: what the command line gave; None values count as not given. file: YAML with the same keys; without it
+        PDSERVE_CONFIG_FILE names one. Raises InvalidRequest naming the key and the limit; never pydantic's own error.
         """
-        raise AssertionError("written by the runtime part")  # pragma: no cover
+        given = {key: value for key, value in flags.items() if value is not None}
+        path = file or os.environ.get(_FILE_ENV, "")
+        from_file = _read_yaml(Path(path)) if path else {}
+        _refuse_unknown([*from_file, *given, *_environment_keys()])
+        overridden = {key for key in from_file if f"{_PREFIX}{key.upper()}" in map(str.upper, os.environ)}
+        merged = {key: value for key, value in from_file.items() if key not in overridden} | given
+        try:
+            return cls(**merged)
+        except ValidationError as exc:
+            raise _explained(exc) from None
+        except SettingsError as exc:
+            raise InvalidRequest("an environment variable cannot be read", field="environment") from exc
+
+    def overrides(self) -> dict[str, Any]:
+        """The keys that differ from their default, as plain values."""
+        fields = type(self).model_fields
+        return {key: value for key, value in self if value != fields[key].default}
+
+    def child_environment(self, **changes: Any) -> dict[str, str]:
+        """PDSERVE_* variables that give a child process this configuration with `changes`, however it was set here.
+
+        Every key is written out, so that neither a variable inherited by the child nor a file changes it;
+        PDSERVE_CONFIG_FILE is empty for the same reason. Raises InvalidRequest for changes that do not hold.
+        """
+        changed = type(self).load({**self.model_dump(), **changes}, None) if changes else self
+        return {f"{_PREFIX}{key.upper()}": _text(value) for key, value in changed} | {_FILE_ENV: ""}
+
+    def child_flags(self, **changes: Any) -> list[str]:
+        """The same as command-line flags (`--key=value`), only what differs from the defaults. Secrets are left out:
+        other users see a process's arguments."""
+        changed = type(self).load({**self.model_dump(), **changes}, None) if changes else self
+        return [
+            f"--{key.replace('_', '-')}={_text(value)}"
+            for key, value in changed.overrides().items()
+            if key not in SECRET_KEYS
+        ]
+
+
+_PREFIX = "PDSERVE_"
+_FILE_ENV = "PDSERVE_CONFIG_FILE"
+_NOT_KEYS = {_FILE_ENV, "PDSERVE_FAULTS"}
+SECRET_KEYS = frozenset({"cache_salt_secret"})
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _environment_keys() -> list[str]:
+    """Our variables that are set, as keys: a misspelt one must not be silently without effect."""
+    names = (name.upper() for name in os.environ)
+    return [name[len(_PREFIX) :].lower() for name in names if name.startswith(_PREFIX) and name not in _NOT_KEYS]
+
+
+def _refuse_unknown(keys: Iterable[str]) -> None:
+    for key in keys:
+        if key not in Config.model_fields:
+            near = difflib.get_close_matches(key, Config.model_fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidRequest(f"{key} is not a configuration key{hint}", field=key, limit="a known key")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidRequest(f"the configuration file {path} cannot be read", field="config") from exc
+    except yaml.YAMLError as exc:
+        raise InvalidRequest(f"the configuration file {path} is not YAML", field="config") from exc
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise InvalidRequest(f"the configuration file {path} must be a mapping of keys", field="config")
+    return {key.replace("-", "_"): value for key, value in content.items()}
+
+
+def _explained(exc: ValidationError) -> InvalidRequest:
+    """The first error, with its key and limit. The value is not repeated: it may be a secret."""
+    first = exc.errors(include_url=False, include_input=False)[0]
+    key = str(first["loc"][0]) if first["loc"] else ""
+    limit = first["msg"].removeprefix("Value error, ")
+    if not key:  # a rule over several keys: its text names them, the first one is the field
+        key = next((word for word in limit.replace(",", " ").split() if word in Config.model_fields), "")
+        return InvalidRequest(limit, field=key, limit=limit)
+    return InvalidRequest(f"{key}: {limit}", field=key, limit=limit)

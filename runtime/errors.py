@@ -96,6 +96,12 @@ class Draining(Saturated):
     reason = "draining"
 
 
+class RegistryUnavailable(Saturated):
+    """The store of worker records does not answer; the last view stays in use."""
+
+    reason = "registry_unavailable"
+
+
 class WorkerLost(PdserveError):
     """A worker died, froze or lost the request's stream."""
 
@@ -118,6 +124,12 @@ class LayoutMismatch(PdserveError):
     """Two workers that must not be paired; the message names both values."""
 
     reason = "layout_mismatch"
+
+
+class EpochMismatch(PdserveError):
+    """The caller speaks to an incarnation of this worker that is gone; look it up again."""
+
+    reason = "epoch_mismatch"
 
 
 class ChecksumMismatch(KvLost):
@@ -163,8 +175,72 @@ TABLE: dict[type[PdserveError], Row] = {
     WorkerLost: Row(_G.UNAVAILABLE, 503, True, True),
     KvLost: Row(_G.FAILED_PRECONDITION, 503, True, False),
     LayoutMismatch: Row(_G.FAILED_PRECONDITION, 503, False, False),
+    EpochMismatch: Row(_G.FAILED_PRECONDITION, 503, True, False),
     ChecksumMismatch: Row(_G.DATA_LOSS, 503, True, True),
     TransferFailed: Row(_G.UNAVAILABLE, 503, True, True),
     DeadlineExceeded: Row(_G.DEADLINE_EXCEEDED, 504, False, False),
     Cancelled: Row(_G.CANCELLED, 499, False, False),
 }
+
+
+def classes() -> dict[str, type[PdserveError]]:
+    """reason -> class, over the whole tree."""
+    found: dict[str, type[PdserveError]] = {}
+    pending: list[type[PdserveError]] = [PdserveError]
+    while pending:
+        cls = pending.pop()
+        found[cls.reason] = cls
+        pending.extend(cls.__subclasses__())
+    return found
+
+
+def from_detail(detail: common_pb2.ErrorDetail, status: grpc.StatusCode | None = None) -> PdserveError:
+    """The error a peer described. An unlisted reason is kept and takes its class from the gRPC status, if given."""
+    cls = classes().get(detail.reason) or _class_of(status, detail.retryable)
+    return cls(
+        detail.message,
+        reason=detail.reason or None,
+        field=detail.field,
+        limit=detail.limit,
+        retry_after_ms=detail.retry_after_ms,
+    )
+
+
+def from_status(status: grpc.StatusCode) -> PdserveError:
+    """The error for a gRPC status that came without our detail: made by the transport or by a foreign server.
+
+    The text is ours, since a transport's own text holds addresses.
+    """
+    text = _TRANSPORT_TEXT.get(status, "the peer failed")
+    return _TRANSPORT.get(status, PdserveError)(text)
+
+
+_TRANSPORT: dict[grpc.StatusCode, type[PdserveError]] = {
+    _G.INVALID_ARGUMENT: InvalidRequest,
+    _G.OUT_OF_RANGE: InvalidRequest,
+    _G.UNAUTHENTICATED: Unauthenticated,
+    _G.PERMISSION_DENIED: PermissionDenied,
+    _G.NOT_FOUND: NotFound,
+    _G.RESOURCE_EXHAUSTED: QuotaExceeded,
+    _G.UNAVAILABLE: WorkerLost,
+    _G.FAILED_PRECONDITION: KvLost,
+    _G.DATA_LOSS: ChecksumMismatch,
+    _G.DEADLINE_EXCEEDED: DeadlineExceeded,
+    _G.CANCELLED: Cancelled,
+    _G.UNIMPLEMENTED: Unsupported,
+}
+_TRANSPORT_TEXT: dict[grpc.StatusCode, str] = {
+    _G.UNAVAILABLE: "the peer is not reachable",
+    _G.DEADLINE_EXCEEDED: "the deadline passed",
+    _G.CANCELLED: "the call was cancelled",
+    _G.UNIMPLEMENTED: "the peer does not offer this call",
+    _G.RESOURCE_EXHAUSTED: "the peer takes no more work from this caller",
+    _G.INVALID_ARGUMENT: "the peer refused the request",
+}
+
+
+def _class_of(status: grpc.StatusCode | None, retryable: bool) -> type[PdserveError]:
+    """The class of TABLE with this status, the one that agrees about retrying first."""
+    same = [cls for cls, row in TABLE.items() if row.grpc_status is status]
+    agreeing = [cls for cls in same if TABLE[cls].retryable == retryable]
+    return (agreeing or same or [PdserveError])[0]

@@ -1,0 +1,59 @@
+"""Identifiers. Random parts come from the operating system, so they need no coordination and cannot be guessed."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_epoch_lock = threading.Lock()
+_epoch_last = [0]
+
+
+def new_request_id() -> str:
+    """128 random bits as 32 hex digits."""
+    return secrets.token_hex(16)
+
+
+def new_worker_id(role: str) -> str:
+    """`<role>-<8 hex digits>`, e.g. "prefill-1f0c9a2b"."""
+    return f"{role}-{secrets.token_hex(4)}"
+
+
+def new_epoch() -> int:
+    """A uint64 that grows with every start of a worker on one machine: microseconds since 1970.
+
+    Strictly growing inside a process too, even when the wall clock is set back meanwhile.
+    """
+    with _epoch_lock:
+        _epoch_last[0] = max(time.time_ns() // 1000, _epoch_last[0] + 1)
+        return _epoch_last[0]
+
+
+def new_traceparent() -> str:
+    """A fresh W3C trace context, sampled: `00-<trace id>-<span id>-01`."""
+    return f"00-{_nonzero(16)}-{_nonzero(8)}-01"
+
+
+def child_traceparent(parent: str) -> str:
+    """The same trace with a new span id; a new trace where `parent` is empty or malformed (as W3C asks)."""
+    if not is_traceparent(parent):
+        return new_traceparent()
+    version, trace_id, _, flags = parent.split("-")
+    return f"{version}-{trace_id}-{_nonzero(8)}-{flags}"
+
+
+def is_traceparent(value: str) -> bool:
+    return _TRACEPARENT.fullmatch(value) is not None
+
+
+def trace_id(traceparent: str) -> str:
+    """The 32 hex digits that name the trace, or "" for a malformed value."""
+    return traceparent.split("-")[1] if is_traceparent(traceparent) else ""
+
+
+def _nonzero(size: int) -> str:
+    value = secrets.token_hex(size)
+    return value if int(value, 16) else _nonzero(size)

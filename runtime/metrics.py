@@ -1,0 +1,66 @@
+"""Prometheus metrics of one process, in a registry of our own: nothing global, so tests and embedded parts do not mix.
+
+Every name begins with `pdserve_`. Asking for a metric again gives the same one, so parts need not share objects.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Histogram bounds for durations, from one decode step to a long prompt."""
+
+_PREFIX = "pdserve_"
+M = TypeVar("M", Counter, Gauge, Histogram)
+
+
+class Metrics:
+    """Makes and holds metrics; render() is what /metrics answers. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._lock = threading.Lock()
+        self._made: dict[str, tuple[tuple[str, ...], Counter | Gauge | Histogram]] = {}
+
+    def counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
+        """`name` without the `_total` that the exposition adds."""
+        return self._get(name, labels, Counter, lambda: Counter(name, help_text, labels, registry=self.registry))
+
+    def gauge(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Gauge:
+        return self._get(name, labels, Gauge, lambda: Gauge(name, help_text, labels, registry=self.registry))
+
+    def histogram(
+        self, name: str, help_text: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS
+    ) -> Histogram:
+        return self._get(
+            name,
+            labels,
+            Histogram,
+            lambda: Histogram(name, help_text, labels, registry=self.registry, buckets=tuple(buckets)),
+        )
+
+    def render(self) -> bytes:
+        """The text exposition, content type CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+    def value(self, name: str, labels: dict[str, str] | None = None) -> float:
+        """The current value of a sample (a counter's with `_total`), 0.0 when nothing was counted yet."""
+        found = self.registry.get_sample_value(name, labels or {})
+        return 0.0 if found is None else found
+
+    def _get(self, name: str, labels: Sequence[str], kind: type[M], make: Callable[[], M]) -> M:
+        assert name.startswith(_PREFIX), name
+        with self._lock:
+            if name in self._made:
+                known_labels, known = self._made[name]
+                assert isinstance(known, kind), f"{name} is another kind of metric"
+                assert known_labels == tuple(labels), f"{name} has other labels"
+                return known
+            metric = make()
+            self._made[name] = (tuple(labels), metric)
+            return metric

@@ -1,0 +1,27 @@
+"""Who is alive: worker records with a time to live, in the router's memory or in Redis."""
+
+from __future__ import annotations
+
+from runtime.clock import Clock, SystemClock
+from runtime.config import Config
+from runtime.metrics import Metrics
+from runtime.registry.memory import MemoryStore
+from runtime.registry.store import Store
+
+
+def is_redis(registry: str) -> bool:
+    return registry.startswith(("redis://", "rediss://", "unix://"))
+
+
+def open_redis(config: Config, metrics: Metrics) -> Store:
+    """The Redis that config.registry names. Connects when first used. redis is imported only here."""
+    from runtime.registry.redis import RedisStore
+
+    return RedisStore(config.registry, metrics)
+
+
+def open_store(config: Config, metrics: Metrics, clock: Clock | None = None) -> Store:
+    """The router's store: Redis where config.registry says so, else the embedded one."""
+    if is_redis(config.registry):
+        return open_redis(config, metrics)
+    return MemoryStore(clock or SystemClock())

@@ -1,0 +1,111 @@
+"""The router's view of the registry: who came, who changed, who went.
+
+Each turn lists everything and compares, so a missed notice costs one turn and never a stale worker for hours; notices
+only make the turn come early. While the store is away the last view stays (fail-static), and when it is back nobody is
+declared gone for one TTL: a restarted, empty store fills up again as workers renew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+
+from runtime.clock import Clock
+from runtime.errors import RegistryUnavailable
+from runtime.metrics import Metrics
+from runtime.registry.store import Store, WorkerRecord
+
+_TURNS_PER_TTL = 4
+_log = structlog.get_logger("pdserve.registry")
+
+
+class Feed:
+    """Calls back on the event loop: added(record), changed(old, new), removed(record).
+
+    A worker that comes back with another epoch is removed, then added. Callbacks must not raise.
+    `workers` is the current view; `synced` is set once the first listing succeeded.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ttl_s: float,
+        clock: Clock,
+        *,
+        added: Callable[[WorkerRecord], None],
+        changed: Callable[[WorkerRecord, WorkerRecord], None],
+        removed: Callable[[WorkerRecord], None],
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._store = store
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._added = added
+        self._changed = changed
+        self._removed = removed
+        self._grace_until = 0.0
+        self._cursor = ""
+        self._task: asyncio.Task[None] | None = None
+        self.workers: dict[str, WorkerRecord] = {}
+        self.available = True
+        self.synced = asyncio.Event()
+        metrics = metrics or Metrics()
+        self._outages = metrics.counter("pdserve_registry_outages", "Times the registry store stopped answering")
+        self._known = metrics.gauge("pdserve_registry_workers", "Workers in the router's view")
+
+    def start(self) -> None:
+        assert self._task is None, "started twice"
+        self._task = asyncio.create_task(self._run(), name="registry-feed")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def turn(self) -> None:
+        """List and compare once. An unavailable store changes nothing."""
+        try:
+            snapshot = await self._store.snapshot()
+        except RegistryUnavailable:
+            if self.available:
+                _log.warning("registry_unavailable", workers=len(self.workers))
+                self._outages.inc()
+            self.available = False
+            return
+        if not self.available:
+            self.available = True
+            self._grace_until = self._clock.monotonic() + self._ttl_s
+            _log.info("registry_back", workers=len(snapshot.records))
+        self._cursor = snapshot.cursor
+        self._compare(snapshot.records)
+        self.synced.set()
+
+    def _compare(self, records: dict[str, WorkerRecord]) -> None:
+        in_grace = self._clock.monotonic() < self._grace_until
+        for worker_id, old in list(self.workers.items()):
+            new = records.get(worker_id)
+            if (new is None and not in_grace) or (new is not None and new.epoch != old.epoch):
+                del self.workers[worker_id]
+                self._removed(old)
+        for worker_id, new in records.items():
+            known = self.workers.get(worker_id)
+            self.workers[worker_id] = new
+            if known is None:
+                self._added(new)
+            elif known != new:
+                self._changed(known, new)
+        self._known.set(len(self.workers))
+
+    async def _run(self) -> None:
+        while True:
+            await self.turn()
+            pause = self._ttl_s / _TURNS_PER_TTL
+            if not self.available:
+                await asyncio.sleep(min(pause, 0.5))
+                continue
+            with suppress(RegistryUnavailable):  # the next turn finds out and counts it
+                await self._store.wait(self._cursor, pause)

@@ -1,0 +1,235 @@
+"""The store in Redis, for several routers or a router that must not be the registry.
+
+Keys (one hash tag, so they sit on one node of a cluster):
+    {pdserve}:worker:<id>    serialised WorkerRecord, expires by itself
+    {pdserve}:workers        sorted set of ids (all scores 0), the index
+    {pdserve}:moved          bounded stream, one entry for each change that watchers should see
+    {pdserve}:journal:<name> bounded stream of opaque bytes
+    {pdserve}:count:<name>   integer
+
+Plain commands only: no scripts, no pickle. Values are read with a length limit and parsed as untrusted input; what is
+malformed is skipped and counted. Commands used (for an ACL): see COMMANDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import redis.asyncio as aioredis
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, WatchError
+
+from runtime.errors import InvalidRequest, RegistryUnavailable
+from runtime.metrics import Metrics
+from runtime.registry.store import (
+    JOURNAL_ENTRIES,
+    MAX_ENTRY_BYTES,
+    MAX_RECORD_BYTES,
+    MAX_WORKERS,
+    JournalPage,
+    Snapshot,
+    WorkerRecord,
+    checked,
+    differs,
+    parsed,
+    superseded,
+)
+
+COMMANDS = (
+    "GETRANGE", "SET", "DEL", "EXISTS", "WATCH", "UNWATCH", "MULTI", "EXEC", "DISCARD", "ZADD", "ZREM", "ZRANGE",
+    "XADD", "XRANGE", "XREVRANGE", "XREAD", "INCRBY", "PEXPIRE", "AUTH", "HELLO", "SELECT", "PING", "CLIENT",
+)  # fmt: skip
+
+_TAG = "{pdserve}"
+_INDEX = f"{_TAG}:workers"
+_MOVED = f"{_TAG}:moved"
+_MOVED_ENTRIES = 256
+_TIMEOUT_S = 1.0
+_BLOCK_MS = 500  # below the socket timeout
+_ATTEMPTS = 5  # of an optimistic transaction that another client disturbed
+
+_log = structlog.get_logger("pdserve.registry")
+
+
+class RedisStore:
+    """Implements Store on a Redis 6.2 or newer. One event loop; close() ends its connections."""
+
+    def __init__(self, url: str, metrics: Metrics, journal_entries: int = JOURNAL_ENTRIES) -> None:
+        self._journal_entries = journal_entries
+        # Any: the client's annotations join every protocol version and decoding, which fits none
+        self._redis: Any = aioredis.Redis.from_url(
+            url,
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),  # callers retry, with their own pauses
+            max_connections=8,
+        )
+        self._ignored = metrics.counter(
+            "pdserve_registry_ignored_records", "Stored records that were malformed or too large", ["cause"]
+        )
+
+    async def put(self, record: WorkerRecord, ttl_s: float) -> None:
+        data = checked(record).SerializeToString()
+        key = _worker_key(record.worker_id)
+        async with _answers():
+            for _ in range(_ATTEMPTS):
+                async with self._redis.pipeline(transaction=True) as pipe:
+                    await pipe.watch(key)
+                    old = self._parse(await _value(pipe, key))
+                    if old is not None and old.epoch > record.epoch:
+                        raise superseded()
+                    pipe.multi()
+                    pipe.set(key, data, px=max(1, int(ttl_s * 1000)))
+                    pipe.zadd(_INDEX, {record.worker_id: 0})
+                    if differs(old, record):
+                        _mark_moved(pipe)
+                    if await _executed(pipe):
+                        return
+        raise RegistryUnavailable("the registry is too busy with this worker's record")
+
+    async def remove(self, worker_id: str, epoch: int) -> bool:
+        key = _worker_key(worker_id)
+        async with _answers():
+            for _ in range(_ATTEMPTS):
+                async with self._redis.pipeline(transaction=True) as pipe:
+                    await pipe.watch(key)
+                    old = self._parse(await _value(pipe, key))
+                    if old is None or old.epoch > epoch:
+                        return False
+                    pipe.multi()
+                    pipe.delete(key)
+                    pipe.zrem(_INDEX, worker_id)
+                    _mark_moved(pipe)
+                    if await _executed(pipe):
+                        return True
+        raise RegistryUnavailable("the registry is too busy with this worker's record")
+
+    async def snapshot(self) -> Snapshot:
+        async with _answers():
+            cursor = await self._newest(_MOVED)  # before the records: what moves later is seen by wait()
+            ids = [raw.decode("utf-8", "replace") for raw in await self._redis.zrange(_INDEX, 0, MAX_WORKERS - 1)]
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for worker_id in ids:
+                    pipe.getrange(_worker_key(worker_id), 0, MAX_RECORD_BYTES)
+                values: list[bytes] = await pipe.execute() if ids else []
+            records: dict[str, WorkerRecord] = {}
+            for worker_id, value in zip(ids, values, strict=True):
+                if not value:
+                    await self._unlist(worker_id)
+                    continue
+                record = self._parse(value)
+                if record is not None and record.worker_id == worker_id:
+                    records[worker_id] = record
+            return Snapshot(records, cursor)
+
+    async def wait(self, cursor: str, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout_s
+        async with _answers():
+            while (left := end - loop.time()) > 0:
+                block = max(1, min(_BLOCK_MS, int(left * 1000)))
+                if await self._redis.xread({_MOVED: cursor or "0"}, count=1, block=block):
+                    return
+
+    async def append(self, journal: str, entry: bytes) -> str:
+        if len(entry) > MAX_ENTRY_BYTES:
+            raise InvalidRequest("the journal entry is too large", field="entry", limit=f"{MAX_ENTRY_BYTES} bytes")
+        async with _answers():
+            cursor = await self._redis.xadd(
+                _journal_key(journal), {"d": entry}, maxlen=self._journal_entries, approximate=False
+            )
+        return _text(cursor)
+
+    async def read(self, journal: str, after: str = "", limit: int = 1000) -> JournalPage:
+        key = _journal_key(journal)
+        async with _answers():
+            gap = after != "" and not await self._redis.xrange(key, after, after, count=1)
+            start = "-" if gap or not after else f"({after}"
+            rows = await self._redis.xrange(key, start, "+", count=limit)
+        entries = tuple(bytes(fields.get(b"d", b"")) for _, fields in rows)
+        if rows:
+            return JournalPage(entries, _text(rows[-1][0]), gap)
+        return JournalPage((), "" if gap else after, gap)
+
+    async def add(self, counter: str, delta: int = 1, ttl_s: float = 0.0) -> int:
+        key = f"{_TAG}:count:{counter}"
+        async with _answers(), self._redis.pipeline(transaction=True) as pipe:
+            pipe.incrby(key, delta)
+            if ttl_s > 0:
+                pipe.pexpire(key, max(1, int(ttl_s * 1000)))
+            return int((await pipe.execute())[0])
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _newest(self, stream: str) -> str:
+        rows = await self._redis.xrevrange(stream, count=1)
+        return _text(rows[0][0]) if rows else "0"
+
+    async def _unlist(self, worker_id: str) -> None:
+        """Drop an expired worker's id, unless it registers at this moment."""
+        key = _worker_key(worker_id)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            await pipe.watch(key)
+            if await pipe.exists(key):
+                return
+            pipe.multi()
+            pipe.zrem(_INDEX, worker_id)
+            await _executed(pipe)
+
+    def _parse(self, value: bytes) -> WorkerRecord | None:
+        """None for nothing and for garbage, which is counted."""
+        if not value:
+            return None
+        try:
+            return parsed(value)
+        except InvalidRequest as exc:
+            cause = "oversized" if len(value) > MAX_RECORD_BYTES else "malformed"
+            self._ignored.labels(cause).inc()
+            _log.warning("registry_record_ignored", cause=cause, field=exc.field)
+            return None
+
+
+@asynccontextmanager
+async def _answers() -> AsyncIterator[None]:
+    """An outage, a timeout, a full or a foreign server: all are RegistryUnavailable."""
+    try:
+        yield
+    except (RedisError, OSError, TimeoutError) as exc:
+        raise RegistryUnavailable("the registry does not answer") from exc
+
+
+async def _executed(pipe: Any) -> bool:
+    """False when another client changed the watched key meanwhile."""
+    try:
+        await pipe.execute()
+    except WatchError:
+        return False
+    return True
+
+
+async def _value(pipe: Any, key: str) -> bytes:
+    """The value, cut one byte past the largest record: a giant one is noticed, not loaded."""
+    value: bytes = await pipe.getrange(key, 0, MAX_RECORD_BYTES)
+    return value
+
+
+def _mark_moved(pipe: Any) -> None:
+    pipe.xadd(_MOVED, {"m": b"1"}, maxlen=_MOVED_ENTRIES, approximate=True)
+
+
+def _worker_key(worker_id: str) -> str:
+    return f"{_TAG}:worker:{worker_id}"
+
+
+def _journal_key(journal: str) -> str:
+    return f"{_TAG}:journal:{journal}"
+
+
+def _text(raw: bytes | str) -> str:
+    return raw.decode() if isinstance(raw, bytes) else raw

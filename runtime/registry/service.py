@@ -1,0 +1,46 @@
+"""The embedded registry: workers of a cluster without Redis register here, at the router.
+
+A registration lives one TTL after its last message. The stream itself proves nothing (a frozen worker keeps it open),
+and its loss removes nothing at once: the worker has one TTL to come back, from a new connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from protos.v1 import registry_pb2, registry_pb2_grpc
+from runtime.registry.store import Store, WorkerRecord
+from runtime.rpc_errors import ServicerContext
+
+RENEWALS_PER_TTL = 3
+
+
+class RegistryService(registry_pb2_grpc.RegistryServicer):
+    """gRPC face of a Store. Every record is answered by one RegisterAck, which is the worker's proof of being known."""
+
+    def __init__(self, store: Store, ttl_s: float) -> None:
+        self._store = store
+        self._ttl_s = ttl_s
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        registry_pb2_grpc.add_RegistryServicer_to_server(self, server)
+
+    async def Register(  # noqa: N802
+        self, request_iterator: AsyncIterator[WorkerRecord], context: ServicerContext
+    ) -> AsyncIterator[registry_pb2.RegisterAck]:
+        ttl_ms = int(self._ttl_s * 1000)
+        ack = registry_pb2.RegisterAck(ttl_ms=ttl_ms, renew_every_ms=max(1, ttl_ms // RENEWALS_PER_TTL))
+        async for record in request_iterator:
+            if record.gone:
+                await self._store.remove(record.worker_id, record.epoch)
+            else:
+                await self._store.put(record, self._ttl_s)
+            yield ack
+
+    async def List(  # noqa: N802
+        self, request: registry_pb2.ListRequest, context: ServicerContext
+    ) -> registry_pb2.ListReply:
+        snapshot = await self._store.snapshot()
+        return registry_pb2.ListReply(workers=[snapshot.records[key] for key in sorted(snapshot.records)])

@@ -1,0 +1,116 @@
+"""What a registry must be able to do: records that expire, a bounded journal, counters.
+
+Two implementations (memory, Redis) pass the same tests. Nobody reads its answer as truth about a worker: records are
+hints for discovery, and what a store returns is untrusted input that was already parsed and bounded here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from protos.v1 import registry_pb2
+from runtime.errors import InvalidRequest
+
+MAX_RECORD_BYTES = 64 << 10
+MAX_ENTRY_BYTES = 256 << 10
+MAX_WORKERS = 4096
+JOURNAL_ENTRIES = 8192
+"""How many entries a journal keeps at least; a reader further behind is told of the gap."""
+
+_MAX_TEXT = 512
+
+WorkerRecord = registry_pb2.WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Every live record, by worker id. `cursor` is for wait(): anything later than this view moves it."""
+
+    records: dict[str, WorkerRecord]
+    cursor: str
+
+
+@dataclass(frozen=True, slots=True)
+class JournalPage:
+    """Entries after the cursor asked for, oldest first, and the cursor to go on from. `gap`: what followed that
+    cursor may have been trimmed or lost, so the reader must start over from a snapshot."""
+
+    entries: tuple[bytes, ...]
+    cursor: str
+    gap: bool
+
+
+class Store(Protocol):
+    """Every method raises RegistryUnavailable when the store does not answer within about a second."""
+
+    async def put(self, record: WorkerRecord, ttl_s: float) -> None:
+        """Write or renew. Raises InvalidRequest: malformed or too large a record, or (reason "superseded") one of an
+        older epoch than the store holds for this worker id."""
+        ...
+
+    async def remove(self, worker_id: str, epoch: int) -> bool:
+        """Forget a worker, unless a newer epoch is registered. True if something was removed."""
+        ...
+
+    async def snapshot(self) -> Snapshot: ...
+
+    async def wait(self, cursor: str, timeout_s: float) -> None:
+        """Return when workers came, went or changed more than their load after `cursor`, or after timeout_s.
+        A hint only: it may return early, and an expiry may be seen by the timeout alone."""
+        ...
+
+    async def append(self, journal: str, entry: bytes) -> str:
+        """Add to a named journal, which forgets its oldest entries. Returns the cursor of the entry."""
+        ...
+
+    async def read(self, journal: str, after: str = "", limit: int = 1000) -> JournalPage:
+        """At most `limit` entries after the cursor `after` ("" = from the oldest kept)."""
+        ...
+
+    async def add(self, counter: str, delta: int = 1, ttl_s: float = 0.0) -> int:
+        """Add to a counter and return its value. ttl_s > 0: it is forgotten that long after its last change."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def checked(record: WorkerRecord) -> WorkerRecord:
+    """The record, if a worker may register it. Raises InvalidRequest naming the field."""
+    if not record.worker_id or len(record.worker_id) > _MAX_TEXT:
+        raise InvalidRequest("a worker needs an id", field="worker_id", limit=f"1..{_MAX_TEXT} characters")
+    if not record.epoch:
+        raise InvalidRequest("a worker needs an epoch", field="epoch", limit="> 0")
+    if not record.gone and (not record.address or len(record.address) > _MAX_TEXT):
+        raise InvalidRequest("a worker needs an address", field="address", limit=f"1..{_MAX_TEXT} characters")
+    if record.ByteSize() > MAX_RECORD_BYTES:
+        raise InvalidRequest("the worker record is too large", field="record", limit=f"{MAX_RECORD_BYTES} bytes")
+    return record
+
+
+def parsed(data: bytes) -> WorkerRecord:
+    """A record from stored bytes. Raises InvalidRequest for whatever a worker could not have registered."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise InvalidRequest("the stored record is too large", field="record", limit=f"{MAX_RECORD_BYTES} bytes")
+    try:
+        return checked(WorkerRecord.FromString(data))
+    except DecodeError as exc:
+        raise InvalidRequest("the stored record is not a WorkerRecord", field="record") from exc
+
+
+def superseded() -> InvalidRequest:
+    return InvalidRequest("a newer epoch of this worker is registered", reason="superseded", field="epoch")
+
+
+def differs(old: WorkerRecord | None, new: WorkerRecord) -> bool:
+    """Whether watchers should be woken: anything but the load changed."""
+    if old is None:
+        return True
+    a, b = WorkerRecord(), WorkerRecord()
+    a.CopyFrom(old)
+    b.CopyFrom(new)
+    a.ClearField("load")
+    b.ClearField("load")
+    return a != b
