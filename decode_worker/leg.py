@@ -1,0 +1,101 @@
+"""One decode attempt as the service sees it, and what its router may have to be told again after a lost stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.api import Admitted
+from engine.face import Assembly
+from kvtransfer.types import Destination, Hold, LegKey, Pulled
+from protos.v1 import decode_pb2, kvsource_pb2
+from runtime.streamhub import Session
+
+KEPT_TOKENS = 8192
+"""Unacknowledged tokens kept per leg, all choices together. A leg that loses older ones cannot be resumed from them."""
+
+
+class Puller(Protocol):
+    """The one thing of kvtransfer.puller that the service needs."""
+
+    async def pull(
+        self, ticket: kvsource_pb2.SignedTicket, address: str, destination: Destination, deadline: float, fence: int
+    ) -> Pulled:
+        """Read a hand-off into `destination`, verify, confirm. Owns destination.hold from the call on, also when it is
+        cancelled. Raises TicketInvalid, KvLost, ChecksumMismatch, TransferFailed, LayoutMismatch, DeadlineExceeded."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What P gave the router for D: the signed ticket and the address where it is honoured."""
+
+    ticket: kvsource_pb2.SignedTicket
+    address: str
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """landing: the hold on the pages a pull will write, until the puller takes it over. over_at: when the last token
+    or the failure was said; None while it runs."""
+
+    key: LegKey
+    session: Session[decode_pb2.DecodeEvents] | None
+    local: bool
+    fence: int
+    first_choice: int
+    deadline: float
+    token_count: int = 0
+    assembly: Assembly | None = None
+    offer: Offer | None = None
+    admitted: Admitted | None = None
+    admitted_at: float = 0.0
+    waited_s: float = 0.0
+    landing: Hold | None = None
+    pull: asyncio.Task[None] | None = None
+    pulled: Pulled | None = None
+    recomputing: bool = False
+    over_at: float | None = None
+    _kept: deque[decode_pb2.DecodeEvent] = field(default_factory=deque)
+    _kept_tokens: int = 0
+    _forgotten: dict[int, int] = field(default_factory=dict)  # choice -> first sequence number still kept
+
+    def keep(self, event: decode_pb2.DecodeEvent) -> None:
+        """Remember an event until it is acknowledged or too much is kept."""
+        self._kept.append(event)
+        self._kept_tokens += len(event.tokens.tokens)
+        while self._kept_tokens > KEPT_TOKENS:
+            self._drop(self._kept.popleft())
+
+    def acknowledge(self, next_sequence: list[int]) -> None:
+        """The router has everything of choice i before next_sequence[i]."""
+        self._kept = deque(e for e in self._kept if not self._taken(e, next_sequence))
+        self._kept_tokens = sum(len(e.tokens.tokens) for e in self._kept)
+
+    def missed(self, next_sequence: list[int]) -> list[decode_pb2.DecodeEvent] | None:
+        """What to say again to a router that has everything before next_sequence; None when it is not all kept.
+
+        Events that carry no tokens are always said again: the router knows them by what they are.
+        """
+        for choice, first_kept in self._forgotten.items():
+            if self._next(choice, next_sequence) < first_kept:
+                return None
+        return [e for e in self._kept if not self._taken(e, next_sequence)]
+
+    def _drop(self, event: decode_pb2.DecodeEvent) -> None:
+        count = len(event.tokens.tokens)
+        self._kept_tokens -= count
+        if count:
+            self._forgotten[event.tokens.choice] = event.tokens.first_sequence + count
+
+    def _taken(self, event: decode_pb2.DecodeEvent, next_sequence: list[int]) -> bool:
+        tokens = event.tokens
+        if event.WhichOneof("event") != "tokens" or not tokens.tokens:
+            return False
+        return tokens.first_sequence + len(tokens.tokens) <= self._next(tokens.choice, next_sequence)
+
+    def _next(self, choice: int, next_sequence: list[int]) -> int:
+        index = choice - self.first_choice
+        return next_sequence[index] if 0 <= index < len(next_sequence) else 0

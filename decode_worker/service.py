@@ -1,0 +1,451 @@
+"""The Decode service: receive, pull, run, publish. A thin face over the engine loop and the puller.
+
+The failures that shape it: a decode worker that starts on pages that did not arrive (so a leg starts only from a
+verified Pulled), pages that are freed while a read may still land in them (so the landing's hold belongs to the puller
+alone, whatever happens to the request), two attempts of one request that interleave (so a higher attempt ends the lower
+one here), and tokens lost with a connection (so what the router has not acknowledged is kept and said again).
+
+Everything runs on the event loop's thread; the engine's sink only posts to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from decode_worker.leg import Leg, Offer, Puller
+from engine.api import Admitted, Event, Failed, Mode, PromptScores, Tokens
+from engine.face import (
+    Assembly,
+    Worker,
+    engine_request,
+    finish_of,
+    leg_key,
+    ref_of,
+    reserve,
+    score_chunks,
+    wire_logprobs,
+)
+from kvtransfer.types import Destination, LegKey, Pulled
+from protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, kvsource_pb2, prefill_pb2
+from runtime.errors import (
+    Cancelled,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvLost,
+    PdserveError,
+    WorkerLost,
+)
+from runtime.rpc_errors import ServicerContext
+from runtime.streamhub import Batch, Recent, Session, StreamHub
+
+LEG = "decode"
+REMEMBERED = 4096
+
+_log = structlog.get_logger("pdserve.decode")
+_Session = Session[decode_pb2.DecodeEvents]
+_Batch = Batch[decode_pb2.DecodeEvents, decode_pb2.DecodeEvent]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    """Reserve, CancelReservation and Open of protos/v1/decode.proto."""
+
+    def __init__(self, worker: Worker, puller: Puller, reattach_s: float) -> None:
+        self._worker = worker
+        self._puller = puller
+        self._reattach_s = reattach_s
+        self._loop = asyncio.get_running_loop()
+        self._hub: StreamHub[decode_pb2.DecodeEvents, decode_pb2.DecodeCommand] = StreamHub(
+            self, worker.epoch, worker.clock, reattach_s
+        )
+        self._legs: dict[LegKey, Leg] = {}
+        self._attempts: dict[str, int] = {}  # request id -> its highest attempt here, while that one has a leg
+        self._over: Recent[LegKey, PdserveError] = Recent(REMEMBERED)
+        self._early: Recent[LegKey, Offer] = Recent(REMEMBERED)
+        self._pulls: set[asyncio.Task[None]] = set()
+        self._sink = self._post
+
+    # --- RPCs --------------------------------------------------------------------------------------------------
+
+    async def Reserve(  # noqa: N802
+        self, request: common_pb2.ReserveRequest, context: ServicerContext
+    ) -> common_pb2.ReserveReply:
+        return reserve(self._worker, LEG, request)
+
+    async def CancelReservation(  # noqa: N802
+        self, request: common_pb2.CancelReservationRequest, context: ServicerContext
+    ) -> common_pb2.CancelReservationReply:
+        released = self._worker.engine.cancel_reservation(request.reservation_id)
+        return common_pb2.CancelReservationReply(released=released)
+
+    async def Open(  # type: ignore[override]  # noqa: N802  a coroutine that writes, which gRPC takes too
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeCommand], context: ServicerContext
+    ) -> None:
+        await self._hub.serve(request_iterator, context.write)
+
+    # --- what the worker asks ----------------------------------------------------------------------------------
+
+    def busy(self) -> int:
+        """Legs that still run."""
+        return sum(leg.over_at is None for leg in self._legs.values())
+
+    def tick(self, now: float) -> None:
+        """Housekeeping, a few times a second: sessions not re-attached, finished legs nobody will ask about."""
+        self._hub.expire(now)
+        for leg in list(self._legs.values()):
+            if leg.over_at is not None and now - leg.over_at >= 2 * self._reattach_s:
+                if self._over.get(leg.key) is None:
+                    self._over.put(leg.key, Cancelled("this attempt is over", reason="attempt_over"))
+                self._forget(leg)
+            elif leg.assembly is not None and now >= leg.deadline:
+                self._fail_now(leg, DeadlineExceeded("the prompt did not arrive in time"))
+
+    def abort(self, error: PdserveError) -> None:
+        """End everything that still runs with `error`."""
+        batch = self._batch()
+        for leg in list(self._legs.values()):
+            if leg.over_at is None:
+                self._fail(leg, error, batch)
+        batch.flush()
+
+    async def close(self, error: PdserveError) -> None:
+        """End every router's stream and wait until no pull is under way."""
+        self._hub.close(error)
+        for task in list(self._pulls):
+            task.cancel()
+        if self._pulls:
+            await asyncio.wait(self._pulls)
+
+    # --- the hub's face ----------------------------------------------------------------------------------------
+
+    def hello_of(self, command: decode_pb2.DecodeCommand) -> common_pb2.Hello | None:
+        return command.hello if command.WhichOneof("command") == "hello" else None
+
+    def attached(self, session: _Session, hello: common_pb2.Hello, welcome: common_pb2.Welcome) -> None:
+        wanted = {leg_key(r.ref, LEG): list(r.next_sequence) for r in hello.resume}
+        events: list[decode_pb2.DecodeEvent] = []
+        for key in list(session.legs):
+            leg = self._legs[key]
+            missed = leg.missed(wanted[key]) if key in wanted else None
+            if missed is None:
+                self._cancel(leg, WorkerLost("the router gave it up", reason="stream_lost"))
+            else:
+                welcome.resumed.append(ref_of(key))
+                events += missed
+        batch = self._batch()
+        batch.add(session, decode_pb2.DecodeEvent(welcome=welcome))
+        for event in events:
+            batch.add(session, event)
+        batch.flush()
+
+    def command(self, session: _Session, command: decode_pb2.DecodeCommand) -> None:
+        match command.WhichOneof("command"):
+            case "submit":
+                self._submit(session, command.submit)
+            case "tokens":
+                self._tokens(command.tokens)
+            case "ticket":
+                self._ticket(leg_key(command.ticket.ref, LEG), command.ticket.ticket)
+            case "cancel":
+                self._drop(leg_key(command.cancel.ref, LEG))
+            case "ack":
+                leg = self._legs.get(leg_key(command.ack.ref, LEG))
+                if leg is not None:
+                    leg.acknowledge(list(command.ack.next_sequence))
+            case other:
+                raise InvalidRequest("unknown command", field=other or "command")
+
+    def lost(self, session: _Session) -> None:
+        for key in list(session.legs):
+            self._cancel(self._legs[key], WorkerLost("the router's stream was lost", reason="stream_lost"))
+
+    # --- commands ----------------------------------------------------------------------------------------------
+
+    def _submit(self, session: _Session, submit: decode_pb2.DecodeSubmit) -> None:
+        request = submit.request
+        key = leg_key(request.ref, LEG)
+        known = self._legs.get(key)
+        if known is not None:
+            self._said_again(known, session)
+            return
+        leg = Leg(
+            key,
+            session,
+            local=submit.local,
+            fence=submit.fence,
+            first_choice=request.choice,
+            deadline=self._worker.clock.monotonic() + request.remaining_ms / 1000,
+        )
+        self._legs[key] = leg
+        session.legs.add(key)
+        try:
+            self._supersede(leg)
+            over = self._over.get(key)
+            if over is not None:
+                raise over
+            if request.more_tokens:
+                leg.assembly = Assembly(request, self._worker.limits.max_model_len)
+            else:
+                self._run(leg, request)
+        except PdserveError as error:
+            self._fail_now(leg, error)
+
+    def _supersede(self, leg: Leg) -> None:
+        """A higher attempt of a request ends the lower ones here, so their tokens never mix. Raises Cancelled."""
+        newest = self._attempts.get(leg.key.request_id, 0)
+        if newest > leg.key.attempt:
+            raise Cancelled("a later attempt of this request is here", reason="superseded")
+        self._attempts[leg.key.request_id] = leg.key.attempt
+        older = self._legs.get(LegKey(leg.key.request_id, LEG, newest))
+        if older is not None:
+            error = Cancelled("a later attempt of this request took over", reason="superseded")
+            if older.over_at is None:
+                self._fail_now(older, error)
+            self._forget(older)
+            self._attempts[leg.key.request_id] = leg.key.attempt
+
+    def _said_again(self, leg: Leg, session: _Session) -> None:
+        """The same attempt submitted twice runs once; the router hears again what it has not acknowledged."""
+        self._move(leg, session)
+        batch = self._batch()
+        for event in leg.missed([]) or ():
+            batch.add(session, event)
+        batch.flush()
+
+    def _tokens(self, chunk: common_pb2.TokenChunk) -> None:
+        leg = self._legs.get(leg_key(chunk.ref, LEG))
+        if leg is None or leg.assembly is None:  # failed or cancelled meanwhile
+            return
+        try:
+            if leg.assembly.add(chunk):
+                request, leg.assembly = leg.assembly.request, None
+                self._run(leg, request)
+        except PdserveError as error:
+            self._fail_now(leg, error)
+
+    def _run(self, leg: Leg, request: common_pb2.WorkRequest) -> None:
+        work = engine_request(self._worker, request, LEG, Mode.LOCAL if leg.local else Mode.REMOTE)
+        leg.token_count = len(work.tokens)
+        leg.deadline = work.deadline
+        early = self._early.pop(leg.key)
+        if early is not None:
+            leg.offer = early
+        self._worker.engine.submit(work, self._sink)
+
+    def _ticket(self, key: LegKey, ticket: prefill_pb2.TicketIssued) -> None:
+        """In any order with submit and admission: the pull begins when all three are there."""
+        leg = self._legs.get(key)
+        try:
+            signed = kvsource_pb2.SignedTicket.FromString(ticket.ticket)
+        except DecodeError:
+            signed = kvsource_pb2.SignedTicket()  # P refuses it, as it does any other that it has not signed
+        offer = Offer(signed, ticket.source_address)
+        if leg is None:
+            if self._over.get(key) is None:
+                self._early.put(key, offer)
+        elif leg.over_at is None and leg.pull is None:
+            leg.offer = offer
+            self._maybe_pull(leg)
+
+    def _drop(self, key: LegKey) -> None:
+        error = Cancelled("cancelled by the router")
+        self._over.put(key, error)
+        self._early.pop(key)
+        leg = self._legs.get(key)
+        if leg is not None:
+            self._cancel(leg, error)
+
+    # --- the hand-off ------------------------------------------------------------------------------------------
+
+    def _maybe_pull(self, leg: Leg) -> None:
+        admitted = leg.admitted
+        if admitted is None or leg.offer is None or leg.pull is not None or leg.local:
+            return
+        leg.waited_s = self._worker.clock.monotonic() - leg.admitted_at
+        destination = Destination(
+            pages=admitted.pages,
+            slots=admitted.slots,
+            token_count=leg.token_count,
+            held=admitted.ready,
+            hold=admitted.hold,
+        )
+        leg.pull = asyncio.create_task(self._pull(leg, leg.offer, destination))
+        self._pulls.add(leg.pull)
+        leg.pull.add_done_callback(self._pulls.discard)
+
+    async def _pull(self, leg: Leg, offer: Offer, destination: Destination) -> None:
+        leg.landing = None  # from here on the hold is the puller's; a task cancelled before it ran never took it
+        try:
+            pulled = await self._puller.pull(offer.ticket, offer.address, destination, leg.deadline, leg.fence)
+        except ChecksumMismatch:
+            self._recompute(leg)
+        except PdserveError as error:
+            self._fail_now(leg, error)
+        except Exception as error:  # noqa: BLE001  supervises the pull: a bug costs this request, and is heard of
+            _log.error("pull_failed", request_id=leg.key.request_id, exc_info=error)
+            self._fail_now(leg, PdserveError("internal error"))
+        else:
+            self._start(leg, pulled)
+
+    def _start(self, leg: Leg, pulled: Pulled) -> None:
+        if leg.over_at is not None:
+            return
+        if pulled.state_length != leg.token_count:
+            self._fail_now(leg, KvLost("the hand-off has another length than the request", reason="length_mismatch"))
+            return
+        leg.pulled = pulled
+        self._worker.engine.start(leg.key, pulled.first)
+        batch = self._batch()
+        self._handed_off(leg, 0, batch)
+        batch.flush()
+
+    def _recompute(self, leg: Leg) -> None:
+        """The bytes that arrived are not those that were sent: they are never used; HandoffDone follows the work."""
+        if leg.over_at is None:
+            leg.recomputing = True
+            self._worker.engine.recompute(leg.key)
+
+    def _handed_off(self, leg: Leg, recomputed: int, batch: _Batch) -> None:
+        times = self._times(leg)
+        times.recomputed_tokens = recomputed
+        self._say(leg, decode_pb2.DecodeEvent(handoff=decode_pb2.HandoffDone(times=times)), batch)
+
+    def _times(self, leg: Leg) -> common_pb2.StageTimes:
+        times = common_pb2.StageTimes(pid=self._worker.pid, transport="" if leg.local else self._worker.transport)
+        times.handoff_wait_s = leg.waited_s
+        if leg.admitted is not None and not leg.local:
+            times.cached_tokens = leg.admitted.ready
+        if leg.pulled is not None:
+            times.handoff_wait_s += leg.pulled.wait_s
+            times.transfer_s = leg.pulled.read_s
+            times.checksum_s = leg.pulled.checksum_s
+            times.transfer_bytes = leg.pulled.bytes_read
+            times.transfer_pages = leg.pulled.pages_read
+        return times
+
+    # --- events ------------------------------------------------------------------------------------------------
+
+    def _post(self, events: Sequence[Event]) -> None:
+        """The engine's sink, on the engine's thread."""
+        self._loop.call_soon_threadsafe(self._handle, events)
+
+    def _handle(self, events: Sequence[Event]) -> None:
+        batch = self._batch()
+        for event in events:
+            leg = self._legs.get(event.key)
+            if leg is None or leg.over_at is not None:
+                if isinstance(event, Admitted):  # cancelled while the event was on its way
+                    event.hold.release()
+                continue
+            self._event(leg, event, batch)
+        batch.flush()
+
+    def _event(self, leg: Leg, event: Event, batch: _Batch) -> None:
+        match event:
+            case Admitted():
+                self._admitted(leg, event)
+            case Tokens():
+                self._new_tokens(leg, event, batch)
+            case PromptScores():
+                for offset, entries in score_chunks(event.offset, event.entries):
+                    scores = prefill_pb2.PromptLogprobs(offset=offset, entries=entries)
+                    self._say(leg, decode_pb2.DecodeEvent(prompt_logprobs=scores), batch)
+            case Failed():
+                self._fail(leg, event.error, batch)
+            case _:
+                raise AssertionError(f"{type(event).__name__} is not an event of a decode leg")
+
+    def _admitted(self, leg: Leg, event: Admitted) -> None:
+        if leg.local:
+            event.hold.release()
+            return
+        leg.admitted = event
+        leg.landing = event.hold
+        leg.admitted_at = self._worker.clock.monotonic()
+        self._maybe_pull(leg)
+
+    def _new_tokens(self, leg: Leg, event: Tokens, batch: _Batch) -> None:
+        if leg.recomputing:
+            leg.recomputing = False
+            self._handed_off(leg, event.recomputed_tokens, batch)
+        tokens = decode_pb2.ChoiceTokens(
+            choice=event.choice,
+            first_sequence=event.first_sequence,
+            tokens=event.tokens,
+            logprobs=wire_logprobs(event.logprobs),
+            finish=finish_of(event.finish),
+        )
+        if event.last:
+            tokens.times.CopyFrom(self._final_times(leg, event))
+            leg.over_at = self._worker.clock.monotonic()
+        self._say(leg, decode_pb2.DecodeEvent(tokens=tokens), batch)
+
+    def _final_times(self, leg: Leg, event: Tokens) -> common_pb2.StageTimes:
+        times = self._times(leg)
+        times.queue_s = event.queue_s
+        times.prefill_s = event.prefill_s
+        times.decode_s = event.decode_s
+        times.recomputed_tokens = event.recomputed_tokens
+        if leg.local:
+            times.cached_tokens = event.cached_tokens
+        return times
+
+    # --- legs --------------------------------------------------------------------------------------------------
+
+    def _cancel(self, leg: Leg, error: PdserveError) -> None:
+        """Silent: nothing more is said of this leg and nothing of it kept."""
+        self._over.put(leg.key, error)
+        self._stop(leg)
+        self._forget(leg)
+
+    def _fail(self, leg: Leg, error: PdserveError, batch: _Batch) -> None:
+        if leg.over_at is not None:
+            return
+        self._over.put(leg.key, error)
+        self._stop(leg)
+        failed = decode_pb2.DecodeFailed(error=error.detail(), kv_lost=isinstance(error, KvLost))
+        self._say(leg, decode_pb2.DecodeEvent(failed=failed), batch)
+
+    def _fail_now(self, leg: Leg, error: PdserveError) -> None:
+        batch = self._batch()
+        self._fail(leg, error, batch)
+        batch.flush()
+
+    def _stop(self, leg: Leg) -> None:
+        """Engine, pull and landing let go. A pull under way releases its landing itself, when no read can touch it."""
+        leg.over_at = self._worker.clock.monotonic()
+        self._worker.engine.cancel(leg.key)
+        if leg.pull is not None and leg.pull is not asyncio.current_task():
+            leg.pull.cancel()
+        if leg.landing is not None:
+            leg.landing.release()
+            leg.landing = None
+
+    def _move(self, leg: Leg, session: _Session | None) -> None:
+        if leg.session is not None:
+            leg.session.legs.discard(leg.key)
+        leg.session = session
+        if session is not None:
+            session.legs.add(leg.key)
+
+    def _forget(self, leg: Leg) -> None:
+        self._move(leg, None)
+        self._legs.pop(leg.key, None)
+        if self._attempts.get(leg.key.request_id) == leg.key.attempt:
+            del self._attempts[leg.key.request_id]
+
+    def _say(self, leg: Leg, event: decode_pb2.DecodeEvent, batch: _Batch) -> None:
+        event.ref.CopyFrom(ref_of(leg.key))
+        leg.keep(event)
+        batch.add(leg.session, event)
+
+    def _batch(self) -> _Batch:
+        return Batch(
+            lambda events: decode_pb2.DecodeEvents(
+                events=events, load=self._worker.load(), step=self._worker.engine.load().step
+            )
+        )
