@@ -1,0 +1,235 @@
+"""The owner of a cluster's processes: router, Ray (when started here), and the wish for workers. Ray-free itself.
+
+    python -m deploy.launcher STATE_DIR [keep]     configuration in PDSERVE_*; stdout: JSON lines; stdin: "ready"
+
+It leads a session of its own and gets SIGTERM when the front that started it dies, so a kill -9 of the front still
+ends everything: the launcher stops what it knows and then kills whatever is left of the session. With --detach it
+takes that death signal back once the front says "ready", and `pdserve down` is what ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from deploy import processes, ray_head
+from deploy.placement import NAMESPACE, WorkerSpec, child_env, local_gpus, plan, settings_of
+from deploy.ports import settle
+from deploy.state import ClusterRecord, StateDir
+from deploy.supervisor import EXIT_REFUSED
+from runtime.config import Config
+from runtime.errors import PdserveError
+
+ROUTER_GRACE_S = 5.0
+RAY_GRACE_S = 6.0
+
+
+class Failed(Exception):
+    """The cluster cannot start; the message is for the user."""
+
+
+class Launcher:
+    def __init__(self, config: Config, state: StateDir) -> None:
+        self._config, self._state = config, state
+        self._stop = threading.Event()
+        self._front_ready = threading.Event()
+        self._talking = True
+        self._router: subprocess.Popen[bytes] | None = None
+        self._ray: subprocess.Popen[bytes] | None = None
+        self._placer: subprocess.Popen[bytes] | None = None
+        self._ray_folder: Path | None = None
+        self._lost: list[str] = []
+
+    def run(self) -> int:
+        """Start everything, keep the router alive, return the exit status after a clean end."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: self._stop.set())
+        try:
+            self._start()
+            self._supervise()
+        except (Failed, PdserveError) as error:
+            self._say(event="failed", message=str(error))
+            return 1
+        finally:
+            self._end()
+        return 0
+
+    # --- start
+
+    def _start(self) -> None:
+        config = self._config
+        self._http = settle(config.http_listen, "http_listen")
+        self._grpc = settle(config.grpc_listen, "grpc_listen")
+        registry = config.registry or self._grpc
+        specs = plan(config, registry, cores=len(os.sched_getaffinity(0)), gpus=local_gpus())
+        self._router_settings = settings_of(config) | {"http_listen": self._http, "grpc_listen": self._grpc}
+        self._start_router()
+        self._say(event="router", http=self._http, grpc=self._grpc, workers=[spec.name for spec in specs])
+        address = self._start_ray(len(specs))
+        self._write_record(address, specs)
+        self._place(address, specs)
+        threading.Thread(target=self._hear_front, daemon=True).start()
+
+    def _start_router(self) -> None:
+        env = child_env(os.environ, self._router_settings)
+        with (self._state.logs / "router.log").open("ab") as output:
+            self._router = processes.spawn(
+                [sys.executable, "-m", "pdserve", "router"], env=env, death_signal=signal.SIGTERM, output=output
+            )
+
+    def _start_ray(self, workers: int) -> str:
+        self._env = child_env(os.environ, {})
+        if self._config.address:
+            return self._config.address
+        self._ray_folder = ray_head.make_folder()
+        self._env = ray_head.environment(self._env, self._ray_folder)
+        with (self._state.logs / "ray.log").open("ab") as output:
+            address, self._ray = ray_head.start(self._ray_folder, self._env, workers, local_gpus(), output)
+        self._await_ray(address)
+        return address
+
+    def _await_ray(self, address: str) -> None:
+        assert self._ray is not None
+        host, _, port = address.rpartition(":")
+        while "Ray runtime started" not in self._state.tail("ray", 60):
+            if self._stop.wait(0.1):
+                raise Failed("stopped while Ray was starting")
+            if self._ray.poll() is not None:
+                raise Failed(f"Ray did not start:\n{self._state.tail('ray')}")
+            self._check_router()
+        self._say(event="ray", address=f"{host}:{port}")
+
+    def _write_record(self, address: str, specs: list[WorkerSpec]) -> None:
+        me = processes.look(os.getpid())
+        assert me is not None
+        self._state.write(
+            ClusterRecord(
+                launcher_pid=me.pid,
+                launcher_start=me.start,
+                http=self._http,
+                grpc=self._grpc,
+                ray_address=address,
+                ray_folder=str(self._ray_folder or ""),
+                namespace=NAMESPACE,
+                workers=tuple(spec.name for spec in specs),
+                model=self._config.model,
+                detached=self._config.detach,
+            )
+        )
+
+    def _place(self, address: str, specs: list[WorkerSpec]) -> None:
+        local = not self._config.address
+        request = {
+            "address": address,
+            "namespace": NAMESPACE,
+            "node_ip": ray_head.HEAD_IP if local else "",
+            "logs": str(self._state.logs) if local else "",
+            "specs": [asdict(spec) for spec in specs],
+        }
+        with (self._state.logs / "place.log").open("ab") as errors:
+            self._placer = processes.spawn(
+                [sys.executable, "-m", "deploy.ray_ops", "place"],
+                env=self._env,
+                death_signal=signal.SIGKILL,
+                stdin=subprocess.PIPE,
+                output=subprocess.PIPE,
+                stderr=errors,
+            )
+        assert self._placer.stdin is not None
+        self._placer.stdin.write(json.dumps(request).encode() + b"\n")
+        self._placer.stdin.flush()
+        threading.Thread(target=self._relay, args=(self._placer.stdout,), daemon=True).start()
+
+    def _relay(self, lines: IO[bytes]) -> None:
+        """What the placer says about the actors, on to the front."""
+        for line in lines:
+            self._say(event="actor", **json.loads(line))
+
+    def _hear_front(self) -> None:
+        """The front's "ready" ends the start-up: no more talk, and a detached launcher is on its own."""
+        if sys.stdin.readline().strip() == "ready":
+            self._talking = False
+            self._front_ready.set()
+
+    # --- run
+
+    def _supervise(self) -> None:
+        while not self._stop.wait(0.3):
+            if self._front_ready.is_set():
+                self._front_ready.clear()
+                if self._config.detach:
+                    processes.set_death_signal(0)
+                self._end_placer()
+            self._check_placer()
+            self._check_ray()
+            self._check_router()
+
+    def _check_placer(self) -> None:
+        if self._placer is not None and self._placer.poll() is not None:
+            self._placer = None
+            raise Failed(f"the workers could not be placed:\n{self._state.tail('place')}")
+
+    def _check_ray(self) -> None:
+        if self._ray is not None and self._ray.poll() is not None:
+            raise Failed("Ray has ended")
+
+    def _check_router(self) -> None:
+        assert self._router is not None
+        code = self._router.poll()
+        if code is None:
+            return
+        if code == EXIT_REFUSED or self._talking:
+            raise Failed(f"the router has ended ({code}):\n{self._state.tail('router')}")
+        self._stop.wait(0.2)
+        self._start_router()
+
+    # --- end
+
+    def _end_placer(self) -> None:
+        if self._placer is not None:
+            assert self._placer.stdin is not None
+            self._placer.stdin.close()
+            processes.stop(self._placer, 3.0)
+            self._placer = None
+
+    def _end(self) -> None:
+        """Everything in order, then whatever is left of the session. The record goes last."""
+        for process in (self._router, self._ray, self._placer):
+            if process is not None and process.poll() is None:
+                process.terminate()
+        for process, grace in ((self._router, ROUTER_GRACE_S), (self._ray, RAY_GRACE_S), (self._placer, 1.0)):
+            if process is not None:
+                processes.stop(process, grace)
+        processes.sweep(os.getpid())
+        if self._ray_folder is not None:
+            shutil.rmtree(self._ray_folder, ignore_errors=True)
+        self._state.clear()
+
+    def _say(self, **event: Any) -> None:
+        if not self._talking:
+            return
+        try:
+            sys.stdout.write(json.dumps(event) + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            self._stop.set()
+
+
+def main() -> None:
+    processes.set_death_signal(signal.SIGTERM)
+    processes.adopt_orphans()
+    state = StateDir(sys.argv[1])
+    state.given = sys.argv[2:] == ["keep"]
+    sys.exit(Launcher(Config.load({}), state).run())
+
+
+if __name__ == "__main__":
+    main()

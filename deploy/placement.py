@@ -1,0 +1,141 @@
+"""Which workers to start, and with what: decided once, plainly, before anything runs. Ray-free."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from runtime.config import Config
+from runtime.errors import InvalidRequest
+
+NAMESPACE = "pdserve"
+ENV_PREFIX = "PDSERVE_"
+_NOT_SETTINGS = frozenset({"PDSERVE_FAULTS"})  # fail-points: for every process, and no configuration key
+NODE = "node"
+"""As the host of `listen`: the address of the Ray node the worker lands on."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker as its supervising actor gets it. settings: configuration keys; env: everything else it is to see."""
+
+    name: str
+    role: str
+    threads: int  # 0: a share of the Ray cluster's cores, known only there
+    cpus: float
+    gpus: float
+    settings: dict[str, str]
+    env: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def roles(config: Config) -> list[tuple[str, str]]:
+    """(name, role) of every worker, prefill first."""
+    counts = (("prefill", config.prefill), ("decode", config.decode), ("both", config.both))
+    return [(f"{role}-{i}", role) for role, count in counts for i in range(count)]
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work or would not be honoured. Raises InvalidRequest naming the key."""
+    if config.both == 0 and (config.prefill == 0 or config.decode == 0):
+        raise InvalidRequest("a cluster needs a prefill and a decode worker, or one that is both", field="prefill")
+    if config.role != "both":
+        raise InvalidRequest("`up` places workers by the keys prefill, decode and both", field="role")
+    if config.worker_id or config.advertise:
+        key = "worker_id" if config.worker_id else "advertise"
+        raise InvalidRequest("belongs to one worker; `up` names and addresses each itself", field=key)
+    if config.transport == "inprocess":
+        raise InvalidRequest("workers are processes of their own here: use nixl", field="transport")
+    if len(roles(config)) > 1 and port_of(config.listen):
+        raise InvalidRequest("several workers cannot share one port: use port 0", field="listen", limit="0")
+    if not config.address and host_of(config.listen) == NODE:
+        raise InvalidRequest("`node` as a host needs a Ray cluster to join (address)", field="listen")
+    if config.address and not config.registry and host_of(config.grpc_listen) in ("", "0.0.0.0", "[::]"):
+        raise InvalidRequest("workers elsewhere must be told an address they can reach", field="grpc_listen")
+
+
+def plan(config: Config, registry: str, *, cores: int, gpus: int) -> list[WorkerSpec]:
+    """The workers of `config`. cores and gpus: of this machine, used when Ray is started here."""
+    check(config)
+    chosen = roles(config)
+    threads = config.threads or (0 if config.address else max(1, cores // len(chosen)))
+    share = _gpu_share(config, gpus, len(chosen))
+    cpus = float(max(1, threads)) if config.address else 1.0
+    base = settings_of(config)
+    return [
+        WorkerSpec(
+            name=name,
+            role=role,
+            threads=threads,
+            cpus=cpus,
+            gpus=share,
+            settings={**base, "role": role, "worker_id": name, "registry": registry},
+        )
+        for name, role in chosen
+    ]
+
+
+def _gpu_share(config: Config, gpus: int, workers: int) -> float:
+    if config.device == "cpu" or (config.device == "auto" and gpus == 0):
+        return 0.0
+    if config.address or gpus >= workers:
+        return 1.0
+    return int(100 * gpus / workers) / 100  # workers share a card; Ray takes hundredths
+
+
+_PATHS = frozenset({"model", "api_keys_file", "tls_cert", "tls_key", "tls_ca"})
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """Every key that differs from its default, as environment text. Paths of this machine are made absolute."""
+    return {key: _text(key, value) for key, value in config.overrides().items()}
+
+
+def _text(key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if key in _PATHS and os.path.exists(str(value)):
+        return os.path.abspath(str(value))
+    return str(value)
+
+
+def child_env(environ: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process of the cluster: its configuration is `settings` and nothing inherited."""
+    kept = {key: value for key, value in environ.items() if not key.startswith(ENV_PREFIX) or key in _NOT_SETTINGS}
+    return kept | {ENV_PREFIX + key.upper(): value for key, value in settings.items()}
+
+
+def worker_env(environ: Mapping[str, str], spec: WorkerSpec, threads: int, node: str) -> dict[str, str]:
+    """The environment of a worker process on the node with address `node`."""
+    settings = {**spec.settings, "threads": str(threads)}
+    listen = settings.get("listen", "")
+    if listen and host_of(listen) == NODE:
+        settings["listen"] = f"{node}:{port_of(listen)}"
+    env = child_env(environ, settings) | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    env.setdefault("UCX_MODULES", "^efa")  # the bundled efa module crashes at exit beside a system libefa
+    return env | spec.env
+
+
+def host_of(listen: str) -> str:
+    return listen.rpartition(":")[0]
+
+
+def port_of(listen: str) -> int:
+    """Raises InvalidRequest when there is none."""
+    port = listen.rpartition(":")[2]
+    if not port.isdigit() or int(port) > 65535:
+        raise InvalidRequest("an address is host:port", field="listen", limit="host:port")
+    return int(port)
+
+
+def local_gpus() -> int:
+    """NVIDIA cards of this machine, without asking a library."""
+    try:
+        return len(os.listdir(Path("/proc/driver/nvidia/gpus")))
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,33 @@
+"""Free ports of a loopback address."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from runtime.errors import InvalidRequest
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """`count` different ports nobody listens on now. They are not kept: bind soon."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((host, 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def settle(listen: str, field: str) -> str:
+    """`listen` with a real port in place of 0, so that a restarted process gets the same one.
+
+    Raises InvalidRequest naming `field` when the address cannot be had.
+    """
+    host, _, port = listen.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), int(port)))
+            return f"{host}:{probe.getsockname()[1]}"
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not host:port"
+        raise InvalidRequest(f"cannot listen on {listen}: {why}", field=field) from None

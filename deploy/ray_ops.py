@@ -1,0 +1,140 @@
+"""Everything that talks to Ray, and the only module that imports it. Run as short-lived processes:
+
+    python -m deploy.ray_ops place    stdin: one JSON request; stdout: JSON lines; ends when stdin does
+    python -m deploy.ray_ops stop     stdin: one JSON request; ends the workers of a namespace
+
+The launcher and the front stay free of Ray, so its death never takes them along and they can clean up after it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util import list_named_actors
+
+from deploy.placement import WorkerSpec, worker_env
+from deploy.supervisor import Supervisor
+
+STOP_GRACE_S = 5.0
+
+
+class WorkerActor:
+    """Supervises one worker process on the node where Ray puts it."""
+
+    def __init__(self, spec: WorkerSpec, threads: int, logs: str) -> None:
+        self._wish = spec.to_json()
+        log = Path(logs) / f"{spec.name}.log" if logs else None
+        env = worker_env(os.environ, spec, threads, _node_address())
+        # os._exit: Ray must see a failure (and restart the actor), not an orderly end
+        self._child = Supervisor([sys.executable, "-m", "pdserve", "worker"], env, log, lambda code: os._exit(1))
+
+    def status(self) -> dict[str, Any]:
+        return {**self._child.status().as_dict(), "actor_pid": os.getpid(), "wish": self._wish}
+
+    def stop(self) -> int:
+        return self._child.stop(STOP_GRACE_S)
+
+
+def _node_address() -> str:
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
+
+
+def _connect(request: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"_node_ip_address": request["node_ip"]} if request["node_ip"] else {}
+    ray.init(
+        address=request["address"],
+        namespace=request["namespace"],
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        **options,
+    )
+
+
+def _threads(spec: WorkerSpec, workers: int) -> int:
+    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return spec.threads or max(1, int(total.get("CPU", 1)) // workers)
+
+
+def _actor(spec: WorkerSpec, workers: int, logs: str) -> Any:
+    remote = ray.remote(WorkerActor).options(
+        name=spec.name,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        num_cpus=spec.cpus,
+        num_gpus=spec.gpus,
+    )
+    return remote.remote(spec, _threads(spec, workers), logs)
+
+
+def place(request: dict[str, Any]) -> None:
+    """Create the actors (or find them), then print how they do, once a second, until stdin ends."""
+    specs = [WorkerSpec(**raw) for raw in request["specs"]]
+    actors = {spec.name: (spec, _actor(spec, len(specs), request["logs"])) for spec in specs}
+    while True:
+        for name, (spec, actor) in actors.items():
+            _say({"worker": name, **_ask(spec, actor)})
+        if _stdin_ended(1.0):
+            return
+
+
+def _ask(spec: WorkerSpec, actor: Any) -> dict[str, Any]:
+    reply = actor.status.remote()
+    ready, _ = ray.wait([reply], timeout=1.0)
+    if not ready:
+        return {"state": "waiting"}  # for resources, or for the actor's restart
+    try:
+        status = ray.get(reply)
+    except ray.exceptions.RayActorError:
+        return {"state": "restarting"}
+    except ray.exceptions.RayError as error:
+        return {"state": "broken", "why": str(error).strip().splitlines()[-1]}
+    other = status.pop("wish") != spec.to_json()
+    return {"state": "other" if other else "refused" if status["refused"] else "placed", **status}
+
+
+def stop(request: dict[str, Any]) -> None:
+    """End every worker actor of the namespace, and its process."""
+    names = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == request["namespace"]]
+    actors = {name: ray.get_actor(name) for name in names}
+    replies: list[Any] = [actor.stop.remote() for actor in actors.values()]
+    if replies:
+        ray.wait(replies, num_returns=len(replies), timeout=STOP_GRACE_S + 5)
+    for actor in actors.values():
+        ray.kill(actor, no_restart=True)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(
+        one["namespace"] == request["namespace"] for one in list_named_actors(all_namespaces=True)
+    ):
+        time.sleep(0.1)
+    _say({"stopped": names})
+
+
+def _stdin_ended(timeout_s: float) -> bool:
+    ready, _, _ = select.select([sys.stdin], [], [], timeout_s)
+    return bool(ready) and not sys.stdin.readline()
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.readline())
+    _connect(request)
+    {"place": place, "stop": stop}[sys.argv[1]](request)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The command `pdserve`. Commands import what they need when they run, so that `router` starts without torch and Ray,
+and `--help` is quick."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import click
+
+from deploy.supervisor import EXIT_REFUSED
+from pdserve.flags import configured
+from runtime.config import Config
+from runtime.errors import InvalidRequest, PdserveError
+
+
+class _Group(click.Group):
+    """Turns our errors into one line and an exit status: 2 = the configuration is refused, 1 = anything else."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PdserveError as error:
+            key = f"{error.field}: " if error.field and not error.message.startswith(error.field) else ""
+            click.echo(f"pdserve: {key}{error.message}", err=True)
+            sys.exit(EXIT_REFUSED if isinstance(error, InvalidRequest) else 1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "show_default": False})
+@click.version_option(package_name="pdserve")
+def main() -> None:
+    """Disaggregated LLM serving: prefill and decode on separate workers."""
+
+
+@main.command()
+@configured
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object and nothing else")
+@click.option("--ask", default="What is the capital of France?", show_default=True, help="the question")
+def demo(config: Config, ask: str, as_json: bool) -> None:
+    """Start a prefill and a decode worker, ask a question, show who did what."""
+    from pdserve.demo import run
+
+    sys.exit(asyncio.run(run(config, ask, as_json)))
+
+
+@main.command()
+@configured
+def up(config: Config) -> None:
+    """Start a cluster: router, Ray (or join --address) and workers. Runs until Ctrl-C unless --detach."""
+    from pdserve.up import run
+
+    sys.exit(asyncio.run(run(config)))
+
+
+@main.command()
+@configured
+def down(config: Config) -> None:
+    """End the cluster of this state folder, or the workers in the Ray at --address."""
+    from deploy import cluster
+
+    try:
+        ended = cluster.down(config)
+    except cluster.StartFailed as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"ended: {', '.join(ended) or 'nothing was running'}")
+
+
+@main.command()
+@configured
+@click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
+@click.option("--json", "as_json", is_flag=True, help="for machines")
+def status(config: Config, router: str, as_json: bool) -> None:
+    """Show the workers: role, state, load and memory."""
+    from pdserve.status import run
+
+    asyncio.run(run(config, router, as_json))
+
+
+@main.command()
+@configured
+@click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
+@click.option("--api-key", default="", envvar="PDSERVE_CLIENT_KEY", help="sent as a bearer token")
+@click.option("--max-tokens", default=512, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True)
+def chat(config: Config, router: str, api_key: str, max_tokens: int, temperature: float) -> None:
+    """Talk to the model. An empty line or Ctrl-D ends it."""
+    from pdserve.chat import run
+
+    asyncio.run(run(config, router, api_key, max_tokens=max_tokens, temperature=temperature))
+
+
+@main.command("router")
+@configured
+def router_command(config: Config) -> None:
+    """Run the router alone (in the foreground)."""
+    from router.app import serve
+
+    asyncio.run(serve(config))
+
+
+@main.command()
+@configured
+def worker(config: Config) -> None:
+    """Run one worker alone (in the foreground); --registry says where it announces itself."""
+    from pdserve.worker import serve
+
+    asyncio.run(serve(config))
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure; the arguments are those of the benchmarks (`pdserve bench --help`)."""
+    from bench.__main__ import main as run
+
+    sys.exit(run(list(arguments)))

@@ -1,0 +1,84 @@
+"""`pdserve status`: the registry's view of the workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.fleet import Fleet
+from deploy.state import StateDir
+from protos.v1 import common_pb2, registry_pb2
+from runtime.config import Config
+from runtime.errors import InvalidRequest
+
+_ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode", common_pb2.ROLE_BOTH: "both"}
+COLUMNS = ("worker", "role", "state", "running", "waiting", "pages free", "cached", "leases", "pid", "epoch", "address")
+
+
+def router_address(config: Config, given: str) -> str:
+    """The router's gRPC address: as given, or of the cluster started here. Raises InvalidRequest without either."""
+    if given:
+        return given
+    record = StateDir(config.state_dir).read()
+    if record is None:
+        raise InvalidRequest("no cluster was started here; name a router with --router", field="router")
+    return record.grpc
+
+
+async def run(config: Config, router: str, as_json: bool) -> None:
+    """Print the table, or a JSON object with the same. Raises the tree of runtime.errors."""
+    address = router_address(config, router)
+    async with Fleet(address, config) as fleet:
+        workers = await fleet.workers()
+        serving = await fleet.serving()
+    rows = [row(record) for record in workers]
+    if as_json:
+        print(json.dumps({"router": address, "serving": serving, "workers": rows}))
+        return
+    _print(address, serving, rows)
+
+
+def row(record: registry_pb2.WorkerRecord) -> dict[str, Any]:
+    """One worker as plain values."""
+    load = record.load
+    return {
+        "worker": record.worker_id,
+        "role": _ROLES.get(record.role, "?"),
+        "state": _state(record),
+        "running": load.running,
+        "waiting": load.waiting,
+        "pages_total": load.pages_total,
+        "pages_free": load.pages_free,
+        "pages_cached": load.pages_cached,
+        "leases": load.leases,
+        "quarantined_pages": load.quarantined_pages,
+        "pid": record.pid,
+        "epoch": str(record.epoch),  # more than a JSON number holds
+        "address": record.address,
+        "node": record.node,
+        "model": record.model,
+    }
+
+
+def _state(record: registry_pb2.WorkerRecord) -> str:
+    if record.draining:
+        return "draining"
+    return "ready" if record.ready else record.progress or "starting"
+
+
+def _print(address: str, serving: bool, rows: Sequence[dict[str, Any]]) -> None:
+    console = Console()
+    word = "[green]serving[/]" if serving else "[yellow]not serving[/]"
+    console.print(f"router {address}: {word}", highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for one in rows:
+        pages = f"{one['pages_free']}/{one['pages_total']}"
+        values = (one["worker"], one["role"], one["state"], one["running"], one["waiting"], pages, one["pages_cached"])
+        table.add_row(*map(str, (*values, one["leases"], one["pid"], one["epoch"], one["address"])))
+    console.print(table)

@@ -1,0 +1,69 @@
+"""`pdserve up`: start a cluster, say where it is, stay (or leave it running)."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+from rich.console import Console
+
+from deploy.cluster import Cluster, Endpoints, StartFailed
+from pdserve.progress import ProgressView
+from runtime.config import Config
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(Exception):
+    """The user asked for the end."""
+
+
+async def until_signal(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work`, cancelled at the first SIGINT, SIGTERM or SIGHUP. Raises Stopped then; later ones are ignored, so
+    that the end is orderly (the death signals of the processes are there for a kill -9)."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise Stopped from None
+
+
+async def run(config: Config) -> int:
+    """Exit status: 0 after a wished end, 1 when something failed."""
+    console = Console()
+    view = ProgressView(console)
+    cluster = Cluster(config, view)
+    try:
+        with view:
+            endpoints: Endpoints = await until_signal(cluster.start())
+        _announce(console, config, endpoints)
+        if config.detach:
+            cluster.leave()
+            return 0
+        await until_signal(cluster.wait())
+    except Stopped:
+        console.print("stopping", highlight=False)
+    except StartFailed as error:
+        Console(stderr=True).print(f"pdserve: {error}", markup=False, highlight=False, soft_wrap=True, style="red")
+        return 1
+    finally:
+        if not config.detach:
+            cluster.stop()
+    return 0
+
+
+def _announce(console: Console, config: Config, endpoints: Endpoints) -> None:
+    scheme = "https" if config.tls_cert else "http"
+    lines = [
+        f"HTTP  {scheme}://{endpoints.http}/v1",
+        f"gRPC  {endpoints.grpc}",
+        f"Ray   {endpoints.ray or config.address}",
+        "`pdserve down` ends it" if config.detach else "Ctrl-C ends it",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
