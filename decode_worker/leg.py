@@ -10,7 +10,7 @@ from typing import Protocol
 from engine.api import Admitted
 from engine.face import Assembly
 from kvtransfer.types import Destination, Hold, LegKey, Pulled
-from protos.v1 import decode_pb2, kvsource_pb2
+from protos.v1 import decode_pb2, prefill_pb2
 from runtime.streamhub import Session
 
 KEPT_TOKENS = 8192
@@ -21,19 +21,11 @@ class Puller(Protocol):
     """The one thing of kvtransfer.puller that the service needs."""
 
     async def pull(
-        self, ticket: kvsource_pb2.SignedTicket, address: str, destination: Destination, deadline: float, fence: int
+        self, signed_ticket: bytes, source_address: str, dest: Destination, deadline: float, fence: int
     ) -> Pulled:
-        """Read a hand-off into `destination`, verify, confirm. Owns destination.hold from the call on, also when it is
+        """Read a hand-off into `dest`, verify, confirm. Owns dest.hold from the call on, also when it is
         cancelled. Raises TicketInvalid, KvLost, ChecksumMismatch, TransferFailed, LayoutMismatch, DeadlineExceeded."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What P gave the router for D: the signed ticket and the address where it is honoured."""
-
-    ticket: kvsource_pb2.SignedTicket
-    address: str
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +41,7 @@ class Leg:
     deadline: float
     token_count: int = 0
     assembly: Assembly | None = None
-    offer: Offer | None = None
+    ticket: prefill_pb2.TicketIssued | None = None
     admitted: Admitted | None = None
     admitted_at: float = 0.0
     waited_s: float = 0.0

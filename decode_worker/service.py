@@ -14,9 +14,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import structlog
-from google.protobuf.message import DecodeError
 
-from decode_worker.leg import Leg, Offer, Puller
+from decode_worker.leg import Leg, Puller
 from engine.api import Admitted, Event, Failed, Mode, PromptScores, Tokens
 from engine.face import (
     Assembly,
@@ -30,7 +29,7 @@ from engine.face import (
     wire_logprobs,
 )
 from kvtransfer.types import Destination, LegKey, Pulled
-from protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, kvsource_pb2, prefill_pb2
+from protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 from runtime.errors import (
     Cancelled,
     ChecksumMismatch,
@@ -65,7 +64,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._legs: dict[LegKey, Leg] = {}
         self._attempts: dict[str, int] = {}  # request id -> its highest attempt here, while that one has a leg
         self._over: Recent[LegKey, PdserveError] = Recent(REMEMBERED)
-        self._early: Recent[LegKey, Offer] = Recent(REMEMBERED)
+        self._early: Recent[LegKey, prefill_pb2.TicketIssued] = Recent(REMEMBERED)
         self._pulls: set[asyncio.Task[None]] = set()
         self._sink = self._post
 
@@ -233,22 +232,17 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         leg.deadline = work.deadline
         early = self._early.pop(leg.key)
         if early is not None:
-            leg.offer = early
+            leg.ticket = early
         self._worker.engine.submit(work, self._sink)
 
     def _ticket(self, key: LegKey, ticket: prefill_pb2.TicketIssued) -> None:
         """In any order with submit and admission: the pull begins when all three are there."""
         leg = self._legs.get(key)
-        try:
-            signed = kvsource_pb2.SignedTicket.FromString(ticket.ticket)
-        except DecodeError:
-            signed = kvsource_pb2.SignedTicket()  # P refuses it, as it does any other that it has not signed
-        offer = Offer(signed, ticket.source_address)
         if leg is None:
             if self._over.get(key) is None:
-                self._early.put(key, offer)
+                self._early.put(key, ticket)
         elif leg.over_at is None and leg.pull is None:
-            leg.offer = offer
+            leg.ticket = ticket
             self._maybe_pull(leg)
 
     def _drop(self, key: LegKey) -> None:
@@ -263,7 +257,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def _maybe_pull(self, leg: Leg) -> None:
         admitted = leg.admitted
-        if admitted is None or leg.offer is None or leg.pull is not None or leg.local:
+        if admitted is None or leg.ticket is None or leg.pull is not None or leg.local:
             return
         leg.waited_s = self._worker.clock.monotonic() - leg.admitted_at
         destination = Destination(
@@ -273,14 +267,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             held=admitted.ready,
             hold=admitted.hold,
         )
-        leg.pull = asyncio.create_task(self._pull(leg, leg.offer, destination))
+        leg.pull = asyncio.create_task(self._pull(leg, leg.ticket, destination))
         self._pulls.add(leg.pull)
         leg.pull.add_done_callback(self._pulls.discard)
 
-    async def _pull(self, leg: Leg, offer: Offer, destination: Destination) -> None:
+    async def _pull(self, leg: Leg, ticket: prefill_pb2.TicketIssued, destination: Destination) -> None:
         leg.landing = None  # from here on the hold is the puller's; a task cancelled before it ran never took it
         try:
-            pulled = await self._puller.pull(offer.ticket, offer.address, destination, leg.deadline, leg.fence)
+            pulled = await self._puller.pull(ticket.ticket, ticket.source_address, destination, leg.deadline, leg.fence)
         except ChecksumMismatch:
             self._recompute(leg)
         except PdserveError as error:
