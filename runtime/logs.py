@@ -1,0 +1,93 @@
+"""Structured logs that do not repeat what users said.
+
+Values under the names in SENSITIVE become a short description (their kind and length) wherever they stand in an
+entry, nested ones too, unless prompts are switched on, which keys and secrets never are. Tracebacks have no local
+variables, since those hold prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TextIO
+
+import structlog
+
+from runtime.config import Config
+
+CONTENT = frozenset({
+    "prompt", "prompts", "messages", "content", "text", "tokens", "token_ids", "prompt_tokens_ids", "input", "body",
+    "output", "completion", "delta", "stop",
+})  # fmt: skip
+SECRETS = frozenset({
+    "key", "api_key", "api_keys", "authorization", "secret", "password", "cache_salt", "cache_salt_secret", "salt",
+    "ticket", "mac", "cookie", "tls_key",
+})  # fmt: skip
+SENSITIVE = CONTENT | SECRETS
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_MAX_DEPTH = 6
+
+
+def setup(config: Config, *, stream: TextIO | None = None, **bound: Any) -> None:
+    """Configure structlog for this process: lines for a terminal, JSON otherwise. `bound` goes into every entry
+    (worker=..., role=...)."""
+    out = stream or sys.stderr
+    structlog.reset_defaults()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            _Bound(bound),
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            Redact(prompts=config.log_prompts),
+            *_renderers(out),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level]),
+        logger_factory=structlog.WriteLoggerFactory(out),
+        cache_logger_on_first_use=False,
+    )
+
+
+class Redact:
+    """A structlog processor."""
+
+    def __init__(self, *, prompts: bool) -> None:
+        self._names = SECRETS if prompts else SENSITIVE
+
+    def __call__(self, logger: Any, method: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        for name, value in list(entry.items()):
+            entry[name] = self._value(name, value, 0) if name != "event" else value
+        return entry
+
+    def _value(self, name: str, value: Any, depth: int) -> Any:
+        if name.lower() in self._names and not isinstance(value, bool | int | float | None):
+            return _described(value)
+        if depth >= _MAX_DEPTH:
+            return _described(value)
+        if isinstance(value, Mapping):
+            return {key: self._value(str(key), inner, depth + 1) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._value("", inner, depth + 1) for inner in value]
+        return value
+
+
+class _Bound:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __call__(self, logger: Any, method: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        for name, value in self._values.items():
+            entry.setdefault(name, value)
+        return entry
+
+
+def _described(value: Any) -> str:
+    size = f" of {len(value)}" if hasattr(value, "__len__") else ""
+    return f"<{type(value).__name__}{size}>"
+
+
+def _renderers(out: TextIO) -> list[structlog.typing.Processor]:
+    if out.isatty():
+        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
