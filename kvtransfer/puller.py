@@ -1,0 +1,341 @@
+"""The reader's side of a hand-off: watch, read each range as it becomes ready, verify, confirm.
+
+Failures this answers: decoding from pages that were never, partly or wrongly written; a destination that is handed to
+the next request while an abandoned read still writes to it; a source that is frozen rather than dead; a decode worker
+that needed nothing and therefore never said "done".
+
+It decides nothing about the request: the caller hears TicketInvalid, KvLost, TransferFailed, ChecksumMismatch,
+LayoutMismatch or DeadlineExceeded, and chooses between recomputing and giving back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from kvtransfer.blocks import Key, Located
+from kvtransfer.layout import require_ranks, require_supported
+from kvtransfer.peers import ChannelFactory, Lease, Peer, Peers, Self, gone
+from kvtransfer.tickets import parse
+from kvtransfer.transport import Flight, LocalRank
+from kvtransfer.types import Destination, First, Layout, Pulled
+from protos.v1 import common_pb2
+from protos.v1 import kvsource_pb2 as pb
+from runtime import rpc
+from runtime.clock import Clock
+from runtime.config import Config
+from runtime.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    KvLost,
+    LayoutMismatch,
+    PdserveError,
+    TransferFailed,
+    from_detail,
+)
+
+log = logging.getLogger(__name__)
+
+RELEASE_TRIES = 3
+_OURS = (KvLost, LayoutMismatch, DeadlineExceeded)
+
+
+@dataclass(slots=True)
+class _Landing:
+    """One pull's progress. cursor: tokens [0, cursor) are here or on their way."""
+
+    dest: Destination
+    cursor: int
+    started: float
+    flights: list[Flight] = field(default_factory=list)
+    first_range_at: float = 0.0
+    nbytes: int = 0
+    pages: int = 0
+    read_s: float = 0.0
+    checksum_s: float = 0.0
+
+
+class Puller:
+    """Pulls hand-offs into one worker's pools. Used from one event loop."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        layout: Layout,
+        ranks: Sequence[LocalRank],
+        config: Config,
+        clock: Clock,
+        channel: ChannelFactory | None = None,
+    ) -> None:
+        require_supported(layout)
+        require_ranks(layout, [r.info for r in ranks])
+        self._me = Self(worker_id, epoch, layout, tuple(ranks))
+        self._config = config
+        self._clock = clock
+        factory = channel or (lambda address: rpc.channel(address, config))
+        self._peers = Peers(self._me, factory, clock, config.lease_margin_s)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-pull-checksum")
+        self._background: set[asyncio.Task[None]] = set()
+        self._quarantined = 0
+
+    async def pull(
+        self, signed_ticket: bytes, source_address: str, dest: Destination, deadline: float, fence: int
+    ) -> Pulled:
+        """Bring tokens [dest.held, dest.token_count) and the state into `dest`, verified, and confirm.
+
+        deadline: on the clock's monotonic time. May be cancelled at any moment. In every case `dest.hold` is released
+        once nothing can be written to the pages any more, which may be after this returned.
+        """
+        landing = _Landing(dest, dest.held, self._clock.monotonic())
+        try:
+            async with asyncio.timeout(deadline - landing.started) as scope:
+                return await self._pull(parse(signed_ticket), source_address, landing, deadline, fence)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise DeadlineExceeded("the hand-off did not arrive in time") from None
+        finally:
+            self._let_go(landing)
+
+    def quarantined_pages(self) -> int:
+        """Pages of pulls that are over while a read may still land in them."""
+        return self._quarantined
+
+    def unhealthy(self) -> str:
+        """Empty, or why this worker must be replaced."""
+        return next((why for r in self._me.ranks if (why := r.transport.unhealthy())), "")
+
+    async def connect(self, address: str, timeout: float = 10.0) -> None:
+        """Shake hands ahead of the first pull. Raises as pull() does."""
+        await self._peer(address, timeout, None)
+
+    async def close(self) -> None:
+        """Disconnect every peer, which ends what is in quarantine; close the transports after this."""
+        await self._peers.close()
+        if self._background:
+            await asyncio.wait(self._background, timeout=5.0)
+        for task in self._background:
+            task.cancel()
+        await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
+
+    # --- one pull ---------------------------------------------------------------------------------------------
+
+    async def _pull(
+        self, ticket: pb.SignedTicket, address: str, landing: _Landing, deadline: float, fence: int
+    ) -> Pulled:
+        assert 0 <= landing.dest.held < landing.dest.token_count
+        peer = await self._peer(address, deadline - self._clock.monotonic(), None)
+        asked_at = self._clock.monotonic()
+        request = pb.WatchRequest(
+            ticket=ticket,
+            first_token=landing.dest.held,
+            fence=fence,
+            worker_id=self._me.worker_id,
+            epoch=self._me.epoch,
+        )
+        call = peer.stub.Watch(request)
+        try:
+            accepted = (await _next(call)).accepted
+            if accepted.epoch != peer.epoch:
+                peer = await self._peer(address, deadline - self._clock.monotonic(), accepted.epoch)
+            with peer.leases.hold(accepted.lease_id, accepted.lease_ms / 1000, asked_at) as lease:
+                final = await self._land_all(call, peer, lease, landing, deadline)
+                peer.leases.check(lease)
+                self._spawn(self._release(peer, lease, confirmed=True))
+                return self._pulled(landing, final)
+        except PdserveError as error:
+            if gone(error):
+                self._spawn(self._peers.drop(peer))
+            raise error if isinstance(error, _OURS) else KvLost("the source of the pages is lost") from error
+        finally:
+            call.cancel()
+
+    async def _peer(self, address: str, timeout: float, epoch: int | None) -> Peer:
+        try:
+            peer = await self._peers.get(address, timeout, epoch)
+        except PdserveError as error:
+            raise error if isinstance(error, _OURS) else KvLost("the source of the pages is lost") from error
+        if epoch not in (None, peer.epoch):
+            raise KvLost("the source was restarted meanwhile")
+        return peer
+
+    async def _land_all(
+        self, call: _Call, peer: Peer, lease: Lease, landing: _Landing, deadline: float
+    ) -> pb.HandoffFinal:
+        """Read ranges as they are announced; verify them while later ones arrive."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                guard = group.create_task(peer.leases.require(lease))
+                landings: list[asyncio.Task[None]] = []
+                while not (event := await _next(call)).HasField("final"):
+                    work = self._range(peer, landing, event.range, deadline)
+                    landings.append(group.create_task(work))
+                landings.append(group.create_task(self._state(peer, landing, event.final, deadline)))
+                await asyncio.wait(landings)
+                guard.cancel()
+        except BaseExceptionGroup as errors:
+            error = _first_error(errors)
+            if isinstance(error, ChecksumMismatch):
+                self._spawn(self._release(peer, lease, confirmed=False))
+            raise error from None
+        return event.final
+
+    def _range(self, peer: Peer, landing: _Landing, ready: pb.RangeReady, deadline: float) -> Coroutine[Any, Any, None]:
+        """Post the reads of one announced range now; what is returned waits for them and verifies."""
+        dest, page = landing.dest, self._me.layout.page_tokens
+        whole = ready.end % page == 0 or ready.end == dest.token_count
+        if ready.start != landing.cursor or not ready.start < ready.end <= dest.token_count or not whole:
+            raise TransferFailed(f"tokens {ready.start} to {ready.end} were announced after {landing.cursor}")
+        landing.cursor = ready.end
+        landing.first_range_at = landing.first_range_at or self._clock.monotonic()
+        items = dest.pages[ready.start // page : -(-ready.end // page)]
+        located = peer.plan.locate(ready.blocks, True, len(items))
+        landing.pages += len(items)
+        flights = self._post(peer, landing, True, items, located, deadline)
+        return self._arrive(peer, landing, flights, True, items, ready.end - ready.start, located)
+
+    async def _state(self, peer: Peer, landing: _Landing, final: pb.HandoffFinal, deadline: float) -> None:
+        """Read the state components. Nothing is late: the range events came before."""
+        dest = landing.dest
+        if final.state_length != dest.token_count or landing.cursor != dest.token_count:
+            raise TransferFailed(
+                f"{dest.token_count} tokens were expected, {landing.cursor} announced, the state holds "
+                f"{final.state_length}"
+            )
+        if not any(not c.paged for c in self._me.layout.components):
+            return
+        located = peer.plan.locate(final.slots, False, len(dest.slots))
+        flights = self._post(peer, landing, False, dest.slots, located, deadline)
+        await self._arrive(peer, landing, flights, False, dest.slots, len(dest.slots), located)
+
+    def _post(
+        self,
+        peer: Peer,
+        landing: _Landing,
+        paged: bool,
+        items: Sequence[int],
+        located: dict[Key, Located],
+        deadline: float,
+    ) -> list[Flight]:
+        left = min(deadline - self._clock.monotonic(), self._config.transfer_timeout_s)
+        until = time.monotonic() + left
+        flights = [
+            rank.transport.read(peer.agents[owner].name, table, until)
+            for reader, rank in enumerate(self._me.ranks)
+            for owner, table in peer.plan.moves(reader, rank.info, paged, items, located)
+        ]
+        landing.flights += flights
+        return flights
+
+    async def _arrive(
+        self,
+        peer: Peer,
+        landing: _Landing,
+        flights: Sequence[Flight],
+        paged: bool,
+        items: Sequence[int],
+        tokens: int,
+        located: dict[Key, Located],
+    ) -> None:
+        for flight in flights:
+            stats = await flight.result
+            if stats.nbytes != flight.moves.nbytes:
+                raise TransferFailed(f"{stats.nbytes} of {flight.moves.nbytes} bytes arrived")
+            landing.nbytes += stats.nbytes
+            landing.read_s += stats.seconds
+
+        def verify() -> float:
+            began = time.perf_counter()
+            for reader, rank in enumerate(self._me.ranks):
+                peer.plan.verify(reader, rank, paged, tuple(items), tokens, located)
+            return time.perf_counter() - began
+
+        landing.checksum_s += await asyncio.get_running_loop().run_in_executor(self._executor, verify)
+
+    def _pulled(self, landing: _Landing, final: pb.HandoffFinal) -> Pulled:
+        return Pulled(
+            state_length=final.state_length,
+            first=tuple(_first_token(f) for f in final.first),
+            bytes_read=landing.nbytes,
+            pages_read=landing.pages,
+            wait_s=landing.first_range_at - landing.started,
+            read_s=landing.read_s,
+            checksum_s=landing.checksum_s,
+            extras=dict(final.extras),
+        )
+
+    # --- afterwards -------------------------------------------------------------------------------------------
+
+    async def _release(self, peer: Peer, lease: Lease, *, confirmed: bool) -> None:
+        """Best effort with retries; what fails here ends with the lease."""
+        request = pb.ReleaseRequest(lease_id=lease.lease_id, confirmed=confirmed)
+        for attempt in range(RELEASE_TRIES):
+            try:
+                await peer.stub.Release(request, timeout=1.0)
+                return
+            except grpc.aio.AioRpcError as exc:
+                log.info("a release was not acknowledged", extra={"status": exc.code().name, "attempt": attempt})
+                await asyncio.sleep(0.1 * 2**attempt)
+
+    def _let_go(self, landing: _Landing) -> None:
+        """Release the destination now, or once every abandoned read is quiet."""
+        loud = [f.quiet for f in landing.flights if not f.quiet.done()]
+        if not loud:
+            landing.dest.hold.release()
+            return
+        self._quarantined += len(landing.dest.pages)
+        self._spawn(self._quarantine(landing, loud))
+
+    async def _quarantine(self, landing: _Landing, loud: Sequence[asyncio.Future[None]]) -> None:
+        await asyncio.wait(loud)
+        self._quarantined -= len(landing.dest.pages)
+        landing.dest.hold.release()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+_Call = grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchEvent]
+
+
+async def _next(call: _Call) -> pb.WatchEvent:
+    """The next event that is good news. Raises the source's error, or WorkerLost for a broken stream."""
+    try:
+        event = await call.read()
+    except grpc.aio.AioRpcError as exc:
+        raise rpc.from_rpc_error(exc) from exc
+    if not isinstance(event, pb.WatchEvent):
+        raise KvLost("the source ended the hand-off without a word")
+    if event.HasField("failed"):
+        error = from_detail(event.failed)
+        raise error if isinstance(error, KvLost) else KvLost(error.message, reason=error.reason)
+    return event
+
+
+def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The cause of a failed task group: our own errors before anything else."""
+    flat: list[BaseException] = []
+    stack: list[BaseException] = [errors]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            flat.append(error)
+    return next((e for e in flat if isinstance(e, PdserveError)), flat[0])
+
+
+def _first_token(wire: common_pb2.FirstToken) -> First:
+    logprob = wire.logprob.SerializeToString() if wire.HasField("logprob") else b""
+    return First(wire.choice, wire.token, int(wire.finish), logprob)
