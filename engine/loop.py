@@ -1,0 +1,320 @@
+"""The engine: one thread, one sentence (take commands, schedule, run, apply, emit), one pool set, whatever the role.
+
+Commands come from any thread and never wait for a step. With nothing to do the thread sleeps on a condition; a slow
+tick keeps it visibly alive and reaps what has expired. A step that fails takes its own requests with it; several in a
+row, or a fault of the engine itself, end the engine: every request gets its error, new ones are refused, and
+`steps_alive_at` stands still.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.api import (
+    Admitted,
+    EngineLoad,
+    EngineRequest,
+    Event,
+    Failed,
+    Needs,
+    Refused,
+    Reserved,
+    Sink,
+    SourceDone,
+    Tokens,
+)
+from engine.check import check_request
+from engine.memory import Memory
+from engine.pages import PagePool, SlotPool
+from engine.plan import StepPlan
+from engine.prefix_cache import PrefixCache
+from engine.reservations import Ledger
+from engine.runner_api import ModelSpec, RowsFailed, Runner
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Request
+from kvtransfer.types import PAGE_TOKENS, First, LegKey, Region
+from runtime.clock import Clock
+from runtime.config import Config
+from runtime.errors import Draining, InvalidRequest, PdserveError, Saturated, WorkerLost
+
+TICK_S = 0.25
+FAULTS_IN_A_ROW = 3
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Sizes of one engine: pages and slots include the null ones."""
+
+    pages: int
+    slots: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, model: ModelSpec, config: Config) -> EngineSpec:
+        """From the configuration. Raises InvalidRequest when not even one chunk fits."""
+        tokens = config.kv_pool_tokens or config.kv_pool_bytes // model.page_bytes * PAGE_TOKENS
+        pages = tokens // PAGE_TOKENS
+        if pages < 1:
+            raise InvalidRequest("the KV pool is smaller than one page", field="kv_pool_bytes")
+        # As many states again as can run: sources hold theirs until they are read.
+        slots = 2 * config.max_batch + 1 if model.has_state else 0
+        longest = min(config.max_model_len or model.max_model_len, model.max_model_len)
+        return cls(pages + 1, slots, longest)
+
+
+class Engine:
+    """Implements engine.api.EnginePort over a runner, whose pools it allocates. Made stopped; start() runs it."""
+
+    def __init__(self, runner: Runner, spec: EngineSpec, config: Config, clock: Clock) -> None:
+        self.spec = spec
+        self.model = runner.spec()
+        self._runner = runner
+        self._clock = clock
+        runner.allocate(spec.pages, spec.slots)
+        self.pages = PagePool(spec.pages)
+        self.slots = SlotPool(spec.slots)
+        self.cache = PrefixCache(self.pages, enabled=config.prefix_cache)
+        self._ledger = Ledger(self.pages, self.slots, config.max_batch, config.reservation_s)
+        limits = Limits(config.max_batch, config.max_batched_tokens, config.chunk_tokens, spec.max_model_len)
+        memory = Memory(self.pages, self.slots, self.cache, self._ledger, config.headroom_tokens, self.model.has_state)
+        self._scheduler = Scheduler(limits, memory)
+        self._max_queued = config.max_queued_requests
+        self._wake = threading.Condition()
+        self._commands: list[Callable[[], None]] = []
+        self._live: dict[LegKey, Request] = {}
+        self._poked = False
+        self._draining = False
+        self._stopping = False
+        self._dead = False
+        self._faults = 0
+        self._alive_at = clock.monotonic()
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self.pages.set_free_listener(self._poke)
+        self.slots.set_free_listener(self._poke)
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def start_loop(self) -> None:
+        """Begin to run steps."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every request with an error, end the thread, return when it is over. Idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @property
+    def dead(self) -> bool:
+        """The engine has ended by a fault of its own."""
+        return self._dead
+
+    def regions(self) -> tuple[Region, ...]:
+        """The pools, as the transport registers them."""
+        return self._runner.regions()
+
+    # --- EnginePort -------------------------------------------------------------------------------------------------
+
+    def reserve(self, key: LegKey, needs: Needs) -> Reserved | Refused:
+        with self._wake:
+            closed = self._closed()
+            if closed is None and key in self._live:
+                closed = InvalidRequest("the request is here already", reason="duplicate")
+            if closed is None and self._ledger.waiting >= self._max_queued:
+                closed = Saturated("too many requests wait on this worker")
+            if closed is not None:
+                return Refused(closed, self._ledger.free())
+            return self._ledger.reserve(key, needs, self._clock.monotonic())
+
+    def cancel_reservation(self, reservation_id: str) -> bool:
+        return self._ledger.cancel(reservation_id)
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        check_request(request, self.model, self.spec.max_model_len)
+        with self._wake:
+            closed = self._closed()
+            if closed is not None:
+                raise closed
+            if request.key in self._live:
+                raise InvalidRequest("the request is here already", reason="duplicate")
+            promised = self._ledger.claim(request.reservation_id, request.key)
+            if not promised and self._ledger.waiting >= self._max_queued:
+                raise Saturated("too many requests wait on this worker")
+            prepared = self._scheduler.prepare(request, sink, self._clock.monotonic())
+            self._live[request.key] = prepared
+            self._post(lambda: self._scheduler.add(prepared))
+
+    def start(self, key: LegKey, first: Sequence[First]) -> None:
+        with self._wake:
+            self._post(lambda: self._scheduler.start(key, first, self._clock.monotonic()))
+
+    def recompute(self, key: LegKey) -> None:
+        with self._wake:
+            self._post(lambda: self._scheduler.recompute(key))
+
+    def cancel(self, key: LegKey) -> None:
+        with self._wake:
+            request = self._live.pop(key, None)
+            if request is not None:
+                request.silenced = True
+                self._post(lambda: self._scheduler.cancel(key))
+
+    def load(self) -> EngineLoad:
+        free = self._ledger.free()
+        return EngineLoad(
+            running=self._scheduler.running,
+            waiting=self._ledger.waiting,
+            queued_prefill_tokens=free.queued_prefill_tokens,
+            pages_total=self.pages.total,
+            pages_free=self.pages.available,
+            pages_cached=self.pages.cached,
+            pages_reserved=self._ledger.booked.pages,
+            slots_total=self.slots.total,
+            slots_free=self.slots.available,
+            step=self._scheduler.step,
+            steps_alive_at=self._alive_at,
+        )
+
+    def drain(self, on: bool) -> None:
+        with self._wake:
+            self._draining = on
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """One turn, without waiting; whether a step was run. (The loop's body; tests call it with a fake clock.)"""
+        self._alive_at = self._clock.monotonic()
+        for command in self._take_commands():
+            command()
+        plan = self._scheduler.schedule(self._clock.monotonic())
+        self._emit()
+        if plan is None:
+            return False
+        self._run(plan)
+        self._emit()
+        return True
+
+    def _loop(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.turn():
+                    self._sleep()
+            self._end_all(WorkerLost("the worker is stopping"))
+        except Exception:  # noqa: BLE001 - the supervisor: whatever it was, every request gets its end
+            _log.exception("the engine has ended")
+            self._dead = True
+            self._end_all(WorkerLost("the engine of this worker has failed"))
+
+    def _sleep(self) -> None:
+        with self._wake:
+            if not self._commands and not self._poked and not self._stopping:
+                self._wake.wait(TICK_S)
+            self._poked = False
+
+    def _run(self, plan: StepPlan) -> None:
+        try:
+            result = self._runner.run(plan)
+        except RowsFailed as failure:
+            self._scheduler.apply(failure.result, self._clock.monotonic(), failure.seqs)
+        except Exception:  # the supervisor: a fault ends the requests of its step
+            _log.exception("step %d has failed", plan.step)
+            self._scheduler.abort_step()
+            self._faults += 1
+            if self._faults >= FAULTS_IN_A_ROW:
+                raise
+        else:
+            self._faults = 0
+            self._scheduler.apply(result, self._clock.monotonic())
+
+    def _end_all(self, error: PdserveError) -> None:
+        with self._wake:
+            self._stopping = True
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        self._scheduler.abort_step()
+        self._scheduler.fail_all(error)
+        self._emit()
+
+    # --- threads ------------------------------------------------------------------------------------------------------
+
+    def _closed(self) -> PdserveError | None:
+        if self._dead or self._stopping:
+            return WorkerLost("the engine of this worker does not run")
+        if self._draining:
+            return Draining("this worker is draining")
+        return None
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Queue a command; the caller holds the condition. An engine that has ended owns nothing it could act on."""
+        if not self._stopping:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _poke(self) -> None:
+        """Memory came free: on another thread, that may let a waiting request in."""
+        if threading.current_thread() is not self._thread:
+            with self._wake:
+                self._poked = True
+                self._wake.notify()
+
+    def _take_commands(self) -> list[Callable[[], None]]:
+        with self._wake:
+            commands, self._commands = self._commands, []
+        return commands
+
+    def _emit(self) -> None:
+        """Deliver what happened: one call per sink, each request's events in order, none after its cancel."""
+        batches: dict[Sink, list[tuple[Request, Event]]] = {}
+        with self._wake:
+            for request, event in self._scheduler.take_events():
+                if request.silenced:
+                    _discard(event)
+                    continue
+                if _terminal(event):
+                    self._live.pop(request.spec.key, None)
+                batches.setdefault(request.sink, []).append((request, event))
+        for sink, pairs in batches.items():
+            try:
+                sink([event for _, event in pairs])
+            except Exception:  # noqa: BLE001 - the supervisor: a receiver that fails loses its own requests only
+                _log.exception("a receiver of events has failed")
+                self._give_up({id(request): request for request, _ in pairs}.values())
+
+    def _give_up(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            request.silenced = True
+            if not request.over:
+                self._scheduler.cancel(request.spec.key)
+            with self._wake:
+                self._live.pop(request.spec.key, None)
+
+    # --- for tests and shutdown -------------------------------------------------------------------------------------
+
+    def check_baseline(self) -> None:
+        """Assert that nothing is left of any request: no page or slot held, nothing promised, every page free or
+        cached. Call it when the loop is stopped or idle. Raises AssertionError."""
+        self._scheduler.check_empty()
+        self._ledger.check_empty()
+        assert not self._live, "requests are live"
+        for pool in (self.pages, self.slots):
+            pool.check()
+            assert pool.referenced == 0, f"{pool.referenced} pages or slots are still held"
+        self.cache.check()
+
+
+def _terminal(event: Event) -> bool:
+    return isinstance(event, SourceDone | Failed) or (isinstance(event, Tokens) and event.last)
+
+
+def _discard(event: Event) -> None:
+    """An event nobody gets must not take its hold along."""
+    if isinstance(event, Admitted):
+        event.hold.release()

@@ -1,0 +1,191 @@
+"""Counted pages and slots. Torch-free, thread-safe behind one short lock.
+
+A page is in exactly one state, and free + cached + referenced == total at every moment (page 0 is null, in no state):
+
+| state      | owner                                   | leaves it by                                        |
+|------------|-----------------------------------------|-----------------------------------------------------|
+| free       | the pool                                | allocate()                                          |
+| referenced | whoever holds counts: sequences, leases, | the last release(): to cached if kept, else to free |
+|            | landings (also after a cancel: quarantine) |                                                  |
+| cached     | the prefix cache (kept, no count)       | share() on a hit, or eviction when pages run out     |
+
+Slots are counted the same way and never cached.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtransfer.types import PAGE_TOKENS
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+class PagePool:
+    """`count` pages, page 0 included, which is never handed out.
+
+    `lock` is re-entrant and shared with the prefix cache and the ledger, so that a check and the allocation it allows
+    are one action. Nothing is called outside under it but the evictor and the free-listener, which must be short.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.lock = threading.RLock()
+        self._refs = [0] * max(count, 1)
+        self._free: deque[int] = deque(range(1, count))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._kept: set[int] = set()
+        self._evict: Callable[[int], None] | None = None
+        self._on_free: Callable[[], None] | None = None
+
+    # --- counts -------------------------------------------------------------------------------------------------
+
+    @property
+    def total(self) -> int:
+        """Pages that can be handed out."""
+        return len(self._refs) - 1
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Pages nobody holds, kept for their content; they are evicted when needed."""
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Pages allocate() could hand out now."""
+        with self.lock:
+            return len(self._free) + len(self._cached)
+
+    @property
+    def referenced(self) -> int:
+        with self.lock:
+            return self.total - len(self._free) - len(self._cached)
+
+    def refs(self, page: int) -> int:
+        return self._refs[page]
+
+    def check(self) -> None:
+        """Assert the invariant, from the counts themselves. Raises AssertionError."""
+        with self.lock:
+            free, cached = set(self._free), set(self._cached)
+            referenced = {page for page, count in enumerate(self._refs) if count > 0}
+            assert len(free) == len(self._free), "a page is free twice"
+            assert len(free | cached | referenced) == self.total, "a page is in no state"
+            assert len(free) + len(cached) + len(referenced) == self.total, "a page is in two states"
+            assert 0 not in free | cached | referenced, "page 0 was handed out"
+            assert min(self._refs) >= 0, "a count below zero"
+            assert cached <= self._kept, "a cached page nobody keeps"
+            assert not self._kept & free, "a kept page is free"
+
+    # --- counts up and down -------------------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages with one count each, or None and nothing changes. Evicts cached pages where free run out."""
+        with self.lock:
+            if count > len(self._free) + len(self._cached):
+                return None
+            while len(self._free) < count:
+                assert self._evict is not None, "cached pages without a cache"
+                self._evict(next(iter(self._cached)))
+            pages = [self._free.popleft() for _ in range(count)]
+            for page in pages:
+                self._refs[page] = 1
+            return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more count on each page; they must be referenced or cached."""
+        with self.lock:
+            for page in pages:
+                if self._refs[page] == 0:
+                    del self._cached[page]
+                self._refs[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One count less on each. The tail goes first, so that it is evicted before what it hangs on."""
+        if not pages:
+            return
+        freed = False
+        with self.lock:
+            for page in reversed(pages):
+                assert self._refs[page] > 0, "released more often than held"
+                self._refs[page] -= 1
+                if self._refs[page] == 0:
+                    freed = True
+                    if page in self._kept:
+                        self._cached[page] = None
+                    else:
+                        self._free.append(page)
+        if freed and self._on_free is not None:
+            self._on_free()
+
+    def hold(self, pages: Sequence[int]) -> PageHold:
+        """A further count on each page, as a value."""
+        self.share(pages)
+        return PageHold(((self, tuple(pages)),))
+
+    # --- for the prefix cache and the loop ------------------------------------------------------------------------
+
+    def keep(self, page: int) -> None:
+        """A referenced page's content is wanted beyond its last count."""
+        with self.lock:
+            assert self._refs[page] > 0
+            self._kept.add(page)
+
+    def unkeep(self, page: int) -> None:
+        """The content is not wanted any more; a page without counts becomes free."""
+        with self.lock:
+            self._kept.discard(page)
+            if self._refs[page] == 0:
+                del self._cached[page]
+                self._free.append(page)
+
+    def set_evictor(self, evict: Callable[[int], None]) -> None:
+        """evict(oldest cached page) must unkeep at least one cached page. Called under the lock."""
+        self._evict = evict
+
+    def set_free_listener(self, on_free: Callable[[], None]) -> None:
+        """Called, from any thread and outside the lock, when a page lost its last count."""
+        self._on_free = on_free
+
+
+class SlotPool(PagePool):
+    """State slots: counted like pages, never cached. count may be 0 (a model without state)."""
+
+
+class PageHold:
+    """Counts on pages and slots with one owner. release() is idempotent and may come from any thread."""
+
+    def __init__(self, parts: Sequence[tuple[PagePool, tuple[int, ...]]]) -> None:
+        self._parts: tuple[tuple[PagePool, tuple[int, ...]], ...] = tuple(parts)
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> bool:
+        return bool(self._parts)
+
+    def release(self) -> None:
+        with self._lock:
+            parts, self._parts = self._parts, ()
+        for pool, items in parts:
+            pool.release(items)
+
+    def __enter__(self) -> PageHold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def hold_both(pages: PagePool, page_ids: Sequence[int], slots: PagePool, slot_ids: Sequence[int]) -> PageHold:
+    """One hold over pages and slots."""
+    pages.share(page_ids)
+    slots.share(slot_ids)
+    return PageHold(((pages, tuple(page_ids)), (slots, tuple(slot_ids))))

@@ -1,0 +1,369 @@
+"""Decides what runs next. Synchronous and pure: plain state, the clock is passed in, no tensor in sight.
+
+    schedule(now) -> StepPlan      expire, grow, admit, then decode rows and whole prefill chunks
+    apply(result, now)             confirm, publish, sample, finish; events are collected for take_events()
+
+Running requests come first: a decode that needs a page takes it from the pool, then from the latest running request
+(preempted by recompute). The earliest one can always take from all others, so it always gets on; one that cannot get a
+page waits for it holding what it has. Admission is first come first served, all or nothing, decode headroom included;
+a request whose KV is being loaded owns its memory already, so nobody in front can hold it up once it has arrived.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.api import Admitted, EngineRequest, Event, Failed, Mode, Sink
+from engine.memory import Memory
+from engine.outcome import Outcome
+from engine.pages import PagePool, pages_for
+from engine.plan import Copy, Row, SampleSpec, StepPlan, StepResult
+from engine.reservations import Amount
+from engine.sequence import Phase, Request, Sequence, sample_spec
+from kvtransfer.hashing import PageHasher
+from kvtransfer.types import PAGE_TOKENS, First, LegKey
+from runtime.errors import DeadlineExceeded, PdserveError, TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_batch: int
+    max_batched_tokens: int
+    chunk_tokens: int
+    max_model_len: int
+
+
+class Scheduler:
+    """All per-request state of one engine. One thread calls it."""
+
+    def __init__(self, limits: Limits, memory: Memory) -> None:
+        self.limits = limits
+        self.memory = memory
+        self.step = 0
+        self._requests: dict[LegKey, Request] = {}
+        self._waiting: list[Sequence] = []  # by order
+        self._running: list[Sequence] = []  # by admission; loading ones too
+        self._arrivals = itertools.count()
+        self._ids = itertools.count(1)
+        self._in_flight: dict[int, tuple[Sequence, Row]] = {}
+        self._copying: list[tuple[Sequence, PagePool, Copy]] = []
+        self._doomed: list[Sequence] = []  # ended while in flight: their memory is given back when the step lands
+        self._outcome = Outcome(memory, self._ids)
+
+    # --- commands -------------------------------------------------------------------------------------------------
+
+    def prepare(self, spec: EngineRequest, sink: Sink, now: float) -> Request:
+        """A checked request, counted as waiting from here on. The one method for other threads (behind one lock)."""
+        limit = min(self.limits.max_model_len, self.memory.pages.total * PAGE_TOKENS)
+        request = Request(spec, sink, next(self._arrivals), now, limit, remote=spec.mode is Mode.REMOTE)
+        hasher = PageHasher(spec.root, spec.unit_extras)
+        if request.remote:
+            request.scored = spec.prompt_len  # log-probabilities of the prompt come from the leg that runs it
+        lead = Sequence(next(self._ids), request, request.choices()[0], spec.n, list(spec.tokens), hasher)
+        request.sequences.append(lead)
+        never = self.memory.ledger.never(self._need(lead))
+        if never is not None:
+            raise never
+        self._count_waiting(lead)
+        return request
+
+    def add(self, request: Request) -> None:
+        """Queue a prepared request. Its key must not live."""
+        assert request.spec.key not in self._requests
+        self._requests[request.spec.key] = request
+        bisect.insort(self._waiting, request.sequences[0], key=lambda s: s.order)
+
+    def start(self, key: LegKey, first: Seq[First], now: float) -> None:
+        """The pages of a loading request are there and verified. Ignored when it is not loading (any more)."""
+        request = self._requests.get(key)
+        if request is None or request.sequences[0].phase is not Phase.LOADING:
+            return
+        firsts = sorted(first, key=lambda f: f.choice)
+        if tuple(f.choice for f in firsts) != request.choices():
+            self.fail(request, TransferFailed("the first tokens do not match the choices asked for"))
+            return
+        lead = request.sequences[0]
+        lead.phase = Phase.RUNNING
+        lead.computed = len(lead.tokens)
+        request.remote = False
+        request.prefilled = now
+        self.memory.publish(lead)
+        self._outcome.started(lead, firsts, now)
+        self._sweep()
+
+    def recompute(self, key: LegKey) -> None:
+        """The pages of a remote request will not come: compute them here, in fresh ones. Ignored once it runs."""
+        request = self._requests.get(key)
+        if request is None or not request.remote:
+            return
+        request.remote = False
+        lead = request.sequences[0]
+        if lead.phase is Phase.LOADING:
+            lead.lost = len(lead.tokens)
+            self.memory.release(lead)
+        else:
+            self._waiting.remove(lead)
+            self.memory.ledger.unwait(key, lead.booked)
+        self._enqueue(lead)
+        self._sweep()
+
+    def cancel(self, key: LegKey) -> None:
+        """Forget a request at any stage, silently. What a step in flight uses is given back when it lands."""
+        request = self._requests.get(key)
+        if request is not None:
+            self._end(request)
+
+    def fail(self, request: Request, error: PdserveError) -> None:
+        """End a request with its one terminal event."""
+        if not request.over:
+            self._outcome.emit(request, Failed(request.spec.key, error))
+            self._end(request)
+
+    def fail_all(self, error: PdserveError) -> None:
+        for request in list(self._requests.values()):
+            self.fail(request, error)
+
+    def take_events(self) -> list[tuple[Request, Event]]:
+        """What happened since the last call, in order."""
+        return self._outcome.take()
+
+    @property
+    def running(self) -> int:
+        """Choices in the batch, loading ones included."""
+        return len(self._running)
+
+    @property
+    def requests(self) -> int:
+        """Requests alive."""
+        return len(self._requests)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can run now."""
+        assert not self._in_flight, "the last step has not landed"
+        self._expire(now)
+        decode = self._grow()
+        self._admit(now)
+        rows = [self._row(seq, len(seq.tokens)) for seq in self._running if seq.id in decode]
+        rows += self._chunks(len(rows))
+        copies = self._take_copies()
+        if not rows and not copies:
+            return None
+        self.step += 1
+        return StepPlan(self.step, tuple(rows), copies)
+
+    def apply(self, result: StepResult, now: float, failed: Seq[int] = ()) -> None:
+        """Take a step's result. failed: Row.seq of rows that have none; their requests end."""
+        assert result.step == self.step, "another step's result"
+        flight = self._land()
+        for row_result in result.rows:
+            seq, row = flight.pop(row_result.seq)
+            if not seq.request.over:
+                self._outcome.ran(seq, row, row_result, now)
+        assert set(flight) == set(failed), "rows without a result"
+        self._fault([seq for seq, _ in flight.values()])
+        self._sweep()
+
+    def abort_step(self) -> None:
+        """The step in flight has no result: every request in it, or waiting for a copy of it, ends."""
+        copying = [seq for seq, _, _ in self._copying]
+        flight = self._land()
+        self._fault([*copying, *(seq for seq, _ in flight.values())])
+        self._sweep()
+
+    def _fault(self, sequences: Seq[Sequence]) -> None:
+        for seq in sequences:
+            self.fail(seq.request, PdserveError("the step of this request failed", reason="engine_fault"))
+
+    def _land(self) -> dict[int, tuple[Sequence, Row]]:
+        """The step is over: what only it still used is given back."""
+        for _, pool, copy in self._copying:
+            pool.release([copy.source])
+        for seq in self._doomed:
+            self.memory.release(seq)
+        flight = self._in_flight
+        self._in_flight, self._copying, self._doomed = {}, [], []
+        return flight
+
+    # --- who may run --------------------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        self.memory.ledger.reap(now)
+        for request in [r for r in self._requests.values() if now >= r.spec.deadline]:
+            self.fail(request, DeadlineExceeded("the request's time was over before it was complete"))
+
+    def _grow(self) -> set[int]:
+        """Ids of the sequences that decode in this step: each has room for its token."""
+        wanting = [seq for seq in self._running if seq.phase is Phase.RUNNING and seq.decoding]
+        wanting.sort(key=lambda seq: seq.order)
+        return {seq.id for seq in wanting if seq.phase is Phase.RUNNING and self._room(seq)}
+
+    def _room(self, seq: Sequence) -> bool:
+        """A page for the next token, from the pool or from whoever came last. That one waits for a page instead of
+        giving itself up: everybody before it can still take its pages."""
+        while not self.memory.grow(seq):
+            victim = max(filter(_preemptable, self._running), key=lambda s: s.order)
+            if victim is seq:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        seq.lost = max(seq.lost, seq.computed)
+        self.memory.release(seq)
+        self._enqueue(seq)
+        self._sweep()
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._count_waiting(seq)
+        bisect.insort(self._waiting, seq, key=lambda s: s.order)
+
+    def _need(self, seq: Sequence) -> Amount:
+        return seq.need(self.memory.headroom_tokens, self.memory.has_state)
+
+    def _count_waiting(self, seq: Sequence) -> None:
+        seq.phase = Phase.WAITING
+        seq.booked = self._need(seq)
+        self.memory.ledger.wait(seq.request.spec.key, seq.booked)
+
+    def _admit(self, now: float) -> None:
+        while self._waiting and self._try_admit(self._waiting[0], now):
+            seq = self._waiting.pop(0)
+            self.memory.ledger.unwait(seq.request.spec.key, seq.booked)
+            self._running.append(seq)
+            self._sweep()
+
+    def _try_admit(self, seq: Sequence, now: float) -> bool:
+        ledger = self.memory.ledger
+        if ledger.active_batch + seq.rows + ledger.booked.batch > self.limits.max_batch:
+            return False
+        hit = self.memory.admit(seq, self._may_use_cache(seq.request))
+        if hit is None:
+            return False
+        self._admitted(seq, hit * PAGE_TOKENS, now)
+        return True
+
+    def _may_use_cache(self, request: Request) -> bool:
+        """A state cannot be taken from KV pages (a remote one arrives whole), and positions whose log-probabilities
+        are wanted must be run."""
+        if request.remote:
+            return True
+        spec = request.spec
+        scores = spec.sampling.prompt_logprobs and request.scored < spec.prompt_len - 1
+        return not scores and not self.memory.has_state
+
+    def _admitted(self, seq: Sequence, cached: int, now: float) -> None:
+        request = seq.request
+        seq.phase = Phase.LOADING if request.remote else Phase.RUNNING
+        request.recomputed_tokens += max(seq.lost - cached, 0)
+        seq.lost = 0
+        if request.admitted < 0:
+            request.admitted = now
+            request.cached_tokens = cached
+            if request.remote or request.spec.mode is Mode.SOURCE:
+                pages, slots = self.memory.known_pages(seq), self.memory.known_slots(seq)
+                hold = self.memory.hold(seq)
+                self._outcome.emit(request, Admitted(request.spec.key, pages, slots, cached, hold))
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def _chunks(self, decode_rows: int) -> list[Row]:
+        """Whole chunks, one per request, in order, within the step's tokens; the first one always fits."""
+        budget = max(self.limits.max_batched_tokens - decode_rows, self.limits.chunk_tokens)
+        rows: list[Row] = []
+        for seq in self._running:
+            if seq.phase is not Phase.RUNNING or seq.decoding:
+                continue
+            end = seq.chunk_end(self.limits.chunk_tokens)
+            budget -= end - seq.computed
+            if budget < 0:
+                break
+            rows.append(self._row(seq, end))
+        return rows
+
+    def _row(self, seq: Sequence, end: int) -> Row:
+        start = seq.computed
+        row = Row(
+            seq=seq.id,
+            tokens=tuple(seq.tokens[start:end]),
+            start=start,
+            pages=tuple(seq.pages[: pages_for(end)]),
+            slot=seq.slot,
+            samples=self._samples(seq) if end == len(seq.tokens) else (),
+            prompt_targets=self._targets(seq, start, end),
+            prompt_top=seq.request.spec.sampling.prompt_top_logprobs,
+        )
+        self._in_flight[seq.id] = (seq, row)
+        return row
+
+    @staticmethod
+    def _samples(seq: Sequence) -> tuple[SampleSpec, ...]:
+        spec = seq.request.spec
+        ids = seq.request.choices() if seq.fanout > 1 else (seq.choice,)
+        return tuple(sample_spec(seq.tokens, spec.prompt_len, spec.sampling, choice) for choice in ids)
+
+    @staticmethod
+    def _targets(seq: Sequence, start: int, end: int) -> tuple[int, ...]:
+        """The prompt tokens whose log-probabilities this row can tell and nobody knows yet."""
+        spec = seq.request.spec
+        if not spec.sampling.prompt_logprobs or seq.request.remote or start < seq.request.scored:
+            return ()
+        return tuple(seq.tokens[start + 1 : min(end + 1, spec.prompt_len)])
+
+    def _take_copies(self) -> tuple[Copy, ...]:
+        for seq in self._running:
+            self._copying += [(seq, pool, copy) for pool, copy in seq.pending]
+            seq.pending = []
+        return tuple(copy for _, _, copy in self._copying)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request) -> None:
+        """Take a request out, whatever its sequences are doing."""
+        request.over = True
+        del self._requests[request.spec.key]
+        busy = {seq.id for seq, _ in self._in_flight.values()} | {seq.id for seq, _, _ in self._copying}
+        for seq in request.sequences:
+            if seq.phase is Phase.WAITING:
+                self._waiting.remove(seq)
+                self.memory.ledger.unwait(request.spec.key, seq.booked)
+            if seq.id in busy:
+                self._doomed.append(seq)
+            elif seq.phase is not Phase.DONE:
+                self.memory.release(seq)
+            seq.phase = Phase.DONE
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """After any change: the running list is what runs, over is what has no open choice, the ledger knows both."""
+        arrived, self._outcome.forked = self._outcome.forked, []
+        for seq in self._running:
+            request = seq.request
+            if not request.over and all(s.phase is Phase.DONE for s in request.sequences):
+                request.over = True
+                del self._requests[request.spec.key]
+        live = (Phase.RUNNING, Phase.LOADING)
+        self._running = [seq for seq in [*self._running, *arrived] if seq.phase in live]
+        ledger = self.memory.ledger
+        ledger.active_batch = sum(seq.rows for seq in self._running)
+        ledger.active_prefill_tokens = sum(
+            len(seq.tokens) - seq.computed for seq in self._running if not seq.decoding and not seq.request.remote
+        )
+
+    def check_empty(self) -> None:
+        """Assert that no request is left. Raises AssertionError."""
+        assert not self._requests, "requests are left"
+        assert not self._waiting
+        assert not self._running
+        assert not self._in_flight
+        assert not self._copying
+        assert not self._doomed
+
+
+def _preemptable(seq: Sequence) -> bool:
+    """A source's pages are announced and held by its lease; a loading one's are being written."""
+    return seq.phase is Phase.RUNNING and seq.request.decodes
