@@ -1,0 +1,272 @@
+"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 (dense).
+
+    h = embed(tokens)
+    for each layer:  h += o(attention(rope(norm_q(q)), rope(norm_k(k)), v));  h += down(silu(gate) * up)
+    logits = head(norm(h))
+
+What differs between them is data: biases, per-head q and k norms (Qwen3), a sliding window in some layers (Mistral,
+Qwen2), tied embeddings, the RoPE scaling. Weight names are Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from engine.kernels.attention import decode_attention, prefill_attention
+from engine.layers.batch import StepBatch
+from engine.layers.kv import KvPool, KvShape
+from engine.layers.linear import Linear
+from engine.layers.norm import RMSNorm
+from engine.layers.rope import Rope, RopeConfig, rotate
+from engine.weights import WeightSource
+from runtime.errors import Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """windowed[i]: layer i attends to the last `window` tokens only (0 = no layer does)."""
+
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    max_len: int
+    rope: RopeConfig
+    window: int
+    windowed: tuple[bool, ...]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
+        """Read a Hugging Face config. Raises Unsupported for what this file does not compute."""
+        kind = str(config["model_type"])
+        if config.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise Unsupported(f"activation {config['hidden_act']!r} is not supported", field="hidden_act")
+        if config.get("quantization_config"):
+            raise Unsupported("quantised safetensors are not supported", field="quantization_config")
+        layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        if heads % kv_heads or head_dim % 4:
+            raise Unsupported("query heads must be a multiple of KV heads, and head_dim of 4", field="head_dim")
+        rope = RopeConfig.from_hf(config, head_dim)
+        windowed = _windowed(kind, config, layers)
+        bias = bool(config.get("attention_bias", False))
+        return cls(
+            vocab_size=int(config["vocab_size"]),
+            hidden=int(config["hidden_size"]),
+            intermediate=int(config["intermediate_size"]),
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=bias or kind == "qwen2",
+            o_bias=bias and kind != "qwen2",
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            max_len=rope.max_len(int(config.get("max_position_embeddings") or 2048)),
+            rope=rope,
+            window=int(config["sliding_window"]) if any(windowed) else 0,
+            windowed=windowed,
+        )
+
+
+def _windowed(kind: str, config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    if not config.get("sliding_window") or not (kind == "mistral" or config.get("use_sliding_window", False)):
+        return (False,) * layers
+    if config.get("layer_types"):
+        return tuple(t == "sliding_attention" for t in config["layer_types"])
+    if kind == "mistral":
+        return (True,) * layers
+    return tuple(i >= int(config.get("max_window_layers", layers)) for i in range(layers))
+
+
+class Attention:
+    def __init__(self, config: LlamaConfig, index: int, get: Callable[[str], torch.Tensor]) -> None:
+        self._config = config
+        self._index = index
+        self._windowed = config.windowed[index]
+        prefix = f"model.layers.{index}.self_attn."
+        # a scale that is a power of two is exact wherever it is multiplied in, so the q weights can carry it
+        scale = config.head_dim**-0.5
+        fold = scale if math.log2(scale).is_integer() else 1.0
+        self._scale = scale / fold
+        q_scale = 1.0 if config.qk_norm else fold
+        parts = [get(prefix + f"{n}_proj.weight") for n in "qkv"]
+        biases = [get(prefix + f"{n}_proj.bias") for n in "qkv"] if config.qkv_bias else []
+        for first in (parts[:1], biases[:1]):
+            for t in first:
+                t.mul_(q_scale)
+        self._qkv = Linear(torch.cat(parts), torch.cat(biases) if biases else None)
+        self._o = Linear(get(prefix + "o_proj.weight"), get(prefix + "o_proj.bias") if config.o_bias else None)
+        self._norms = None
+        if config.qk_norm:
+            q_norm, k_norm = (get(prefix + f"{n}_norm.weight") for n in "qk")
+            self._norms = (RMSNorm(q_norm * fold, config.eps), RMSNorm(k_norm, config.eps))
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch, rope: tuple[torch.Tensor, torch.Tensor], kv: Kv
+    ) -> torch.Tensor:
+        """x [T, hidden] normed input -> residual + attention output."""
+        c = self._config
+        rotated = c.heads + c.kv_heads
+        qkv = self._qkv(x).view(-1, rotated + c.kv_heads, c.head_dim)
+        qk = qkv[:, :rotated]
+        if self._norms:
+            qk = torch.cat((self._norms[0](qk[:, : c.heads]), self._norms[1](qk[:, c.heads :])), 1)
+        qk = rotate(qk, *rope)
+        kv.pool.write(self._index, step.cells, torch.cat((qk[:, c.heads :], qkv[:, rotated:]), 1))
+        attended = torch.empty((len(x), c.heads * c.head_dim), dtype=x.dtype, device=x.device)
+        self._attend(qk[:, : c.heads], step, kv, attended)
+        return self._o.add_to(residual, attended)
+
+    def _attend(self, q: torch.Tensor, step: StepBatch, kv: Kv, out: torch.Tensor) -> None:
+        covered = 0
+        for d in step.decode:
+            mask = d.window_mask if self._windowed else d.mask
+            pages = kv.gather(self._index, d.rows, d.last - d.first, d.blank)
+            decode_attention(q[d.first : d.last], pages, d.length, mask, self._scale, out[d.first : d.last])
+            covered = d.last
+        for p in step.prefill:
+            pages = kv.gather(self._index, p.rows, 1, None)[:, 0]
+            blocks = p.windowed if self._windowed else p.blocks
+            rows = slice(p.first, p.last)
+            prefill_attention(q[rows], pages, blocks, p.first, self._scale, out[rows])
+            covered = p.last
+        out[covered:].zero_()
+
+
+class Mlp:
+    def __init__(self, config: LlamaConfig, index: int, get: Callable[[str], torch.Tensor]) -> None:
+        prefix = f"model.layers.{index}.mlp."
+        names = ("gate", "up")
+        bias = torch.cat([get(prefix + f"{n}_proj.bias") for n in names]) if config.mlp_bias else None
+        self._gate_up = Linear(torch.cat([get(prefix + f"{n}_proj.weight") for n in names]), bias)
+        self._down = Linear(
+            get(prefix + "down_proj.weight"), get(prefix + "down_proj.bias") if config.mlp_bias else None
+        )
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_up(x).chunk(2, -1)
+        return self._down.add_to(residual, F.silu(gate) * up)
+
+
+class Layer:
+    def __init__(self, config: LlamaConfig, index: int, get: Callable[[str], torch.Tensor]) -> None:
+        prefix = f"model.layers.{index}."
+        self._before = RMSNorm(get(prefix + "input_layernorm.weight"), config.eps)
+        self._attention = Attention(config, index, get)
+        self._after = RMSNorm(get(prefix + "post_attention_layernorm.weight"), config.eps)
+        self._mlp = Mlp(config, index, get)
+
+    def __call__(
+        self, h: torch.Tensor, step: StepBatch, rope: tuple[torch.Tensor, torch.Tensor], kv: Kv
+    ) -> torch.Tensor:
+        h = self._attention(self._before(h), h, step, rope, kv)
+        return self._mlp(self._after(h), h)
+
+
+class Kv:
+    """The pool and the scratch its pages are gathered into, shared by all layers."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self.pool = pool
+        self._scratch = torch.empty(0, dtype=torch.int64, device=pool.pages.device)
+
+    def gather(self, layer: int, rows: torch.Tensor, batch: int, blank: torch.Tensor | None) -> torch.Tensor:
+        """-> [2, batch, kv_heads, keys, head_dim] with the token rows of `blank` zeroed; valid until the next call."""
+        shape, words = self.pool.shape, self.pool.row_words
+        need = len(rows) * words
+        if self._scratch.numel() < need:
+            self._scratch = torch.empty(need + need // 4, dtype=torch.int64, device=rows.device)
+        out = self._scratch[:need].view(len(rows), words)
+        self.pool.gather(layer, rows, out)
+        if blank is not None:
+            out.view(-1, shape.head_dim * shape.dtype.itemsize // 8).index_fill_(0, blank, 0)
+        return out.view(shape.dtype).view(2, batch, shape.kv_heads, -1, shape.head_dim)
+
+
+class LlamaModel:
+    """forward: StepBatch -> final hidden states [T, hidden]; logits: rows of them -> [R, vocab]."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        def get(name: str) -> torch.Tensor:
+            return source.get(name, shapes[name]).to(dtype=dtype, device=device, copy=True)
+
+        shapes = parameter_shapes(config)
+        self.config = config
+        self.kv_shape = KvShape(config.layers, config.kv_heads, config.head_dim, dtype)
+        self._embed = get("model.embed_tokens.weight")
+        self._layers = []
+        for i in range(config.layers):
+            self._layers.append(Layer(config, i, get))
+            progress((i + 1) / (config.layers + 1))
+        self._norm = RMSNorm(get("model.norm.weight"), config.eps)
+        self._head = Linear(self._embed if config.tied else get("lm_head.weight"))
+        self._rope = Rope(config.rope, max_len, dtype, device, source.rope_divisors())
+        progress(1.0)
+
+    def forward(self, step: StepBatch, kv: Kv) -> torch.Tensor:
+        h = F.embedding(step.tokens, self._embed)
+        rope = self._rope.at(step.positions)
+        for layer in self._layers:
+            h = layer(h, step, rope, kv)
+        return h
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self._norm(hidden))
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter by its Hugging Face name: what a checkpoint must hold, and what `random` weights are made of."""
+    c = config
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden)}
+    for i in range(c.layers):
+        p = f"model.layers.{i}."
+        shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (c.hidden,)
+        widths = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
+        for n, heads in widths.items():
+            shapes[p + f"self_attn.{n}_proj.weight"] = (heads * c.head_dim, c.hidden)
+            if c.qkv_bias:
+                shapes[p + f"self_attn.{n}_proj.bias"] = (heads * c.head_dim,)
+        shapes[p + "self_attn.o_proj.weight"] = (c.hidden, c.heads * c.head_dim)
+        if c.o_bias:
+            shapes[p + "self_attn.o_proj.bias"] = (c.hidden,)
+        if c.qk_norm:
+            shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (c.head_dim,)
+        for n, (rows, columns) in {
+            "gate": (c.intermediate, c.hidden),
+            "up": (c.intermediate, c.hidden),
+            "down": (c.hidden, c.intermediate),
+        }.items():
+            shapes[p + f"mlp.{n}_proj.weight"] = (rows, columns)
+            if c.mlp_bias:
+                shapes[p + f"mlp.{n}_proj.bias"] = (rows,)
+    shapes["model.norm.weight"] = (c.hidden,)
+    if not c.tied:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden)
+    return shapes

@@ -1,0 +1,196 @@
+"""The torch runner: a function of a StepPlan and of the pages it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.layers.batch import Inputs, StepBatch
+from engine.layers.kv import KvPool
+from engine.models.llama import Kv
+from engine.models.registry import build, model_config
+from engine.plan import Copy, Logprob, Row, RowResult, StepPlan, StepResult
+from engine.runner_api import ModelSpec, RowsFailed
+from engine.sampler import Sampled, logprobs, sample
+from engine.weights import WeightSource, open_weights
+from kvtransfer.types import Region
+from runtime.config import Config
+from runtime.errors import InvalidRequest
+from runtime.modelfiles import ModelFiles
+
+PROMPT_SCORE_ROWS = 64
+"""Prompt log-probabilities are taken so many rows at a time: a whole chunk's logits would be hundreds of megabytes."""
+
+DETERMINISTIC_ROWS = 4
+"""Least rows of a matmul in deterministic mode: a row's result is the same for any number from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """dtype and device as torch names, or auto. max_model_len: 0 = the model's own. threads: 0 = torch's own."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int = 0
+    threads: int = 0
+    deterministic: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> RunnerOptions:
+        return cls(
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            threads=config.threads,
+            deterministic=config.deterministic,
+        )
+
+
+def load_runner(files: ModelFiles, config: Config, progress: Callable[[float], None] = lambda _: None) -> TorchRunner:
+    """Open a model's weights as the configuration says. progress is called with the fraction loaded."""
+    source = open_weights(Path(files.path), files.kind, files.config, config.load_format, config.seed)
+    return TorchRunner(files.config, source, RunnerOptions.of(config), tuple(files.eos_token_ids), progress)
+
+
+class TorchRunner:
+    """Implements engine.runner_api.Runner for the models of engine/models."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        source: WeightSource,
+        options: RunnerOptions,
+        eos_token_ids: tuple[int, ...] = (),
+        progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        model = model_config(config)
+        if options.max_model_len > model.max_len:
+            raise InvalidRequest(
+                "max_model_len is longer than the model's", field="max_model_len", limit=str(model.max_len)
+            )
+        self._device = _device(options.device)
+        self._dtype = _dtype(options.dtype, source.dtype(), self._device)
+        self._max_len = options.max_model_len or model.max_len
+        self._eos = eos_token_ids
+        with torch.inference_mode():
+            self._model = build(model, source, self._dtype, self._device, self._max_len, progress)
+        self._inputs = Inputs(
+            self._model.kv_shape,
+            model.heads,
+            model.window,
+            self._device,
+            alone=options.deterministic,
+            min_rows=DETERMINISTIC_ROWS if options.deterministic else 1,
+        )
+        self._min_rows = DETERMINISTIC_ROWS if options.deterministic else 1
+        self._kv: Kv | None = None
+
+    def spec(self) -> ModelSpec:
+        return ModelSpec(
+            vocab_size=self._model.config.vocab_size,
+            max_model_len=self._max_len,
+            components=(self._model.kv_shape.component(),),
+            eos_token_ids=self._eos,
+            dtype=str(self._dtype).removeprefix("torch."),
+            device=self._device.type,
+        )
+
+    def allocate(self, num_pages: int, num_slots: int) -> None:
+        assert self._kv is None, "allocate() is called once"
+        assert num_slots <= 1, "this model has no recurrent state"
+        with torch.inference_mode():
+            self._kv = Kv(KvPool(self._model.kv_shape, num_pages, self._device))
+
+    def regions(self) -> tuple[Region, ...]:
+        return (self._pages().region(0),)
+
+    def close(self) -> None:
+        self._kv = None
+
+    def _pages(self) -> KvPool:
+        assert self._kv is not None, "allocate() comes first"
+        return self._kv.pool
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        self._copy(plan.copies)
+        if not plan.rows:
+            return StepResult(plan.step)
+        assert self._kv is not None, "allocate() comes first"
+        step = self._inputs.build(plan.rows)
+        hidden = self._model.forward(step, self._kv)
+        sampled = self._sample(plan.rows, step, hidden)
+        results = tuple(
+            self._result(row, span, hidden, sampled[row.seq]) for row, span in zip(plan.rows, step.spans, strict=True)
+        )
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        failed = tuple(r.seq for r in plan.rows if not all(s.finite for s in sampled[r.seq]))
+        if failed:
+            kept = tuple(r for r in results if r.seq not in failed)
+            raise RowsFailed(failed, StepResult(plan.step, kept))
+        return StepResult(plan.step, results)
+
+    def _copy(self, copies: tuple[Copy, ...]) -> None:
+        for copy in copies:
+            assert copy.paged, "this model has no recurrent state"
+            self._pages().copy_page(copy.source, copy.target)
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """[len(rows), vocab] of the given tokens of the step."""
+        padded = rows + [rows[-1]] * (self._min_rows - len(rows))
+        return self._model.logits(hidden[padded])[: len(rows)]
+
+    def _sample(self, rows: tuple[Row, ...], step: StepBatch, hidden: torch.Tensor) -> dict[int, list[Sampled]]:
+        out: dict[int, list[Sampled]] = {row.seq: [] for row in rows}
+        sampling = [i for i, row in enumerate(rows) if row.samples]
+        if not sampling:
+            return out
+        logits = self._logits(hidden, [step.spans[i][1] - 1 for i in sampling])
+        pairs = [(at, i, spec) for at, i in enumerate(sampling) for spec in rows[i].samples]
+        tokens = sample(logits, [at for at, _, _ in pairs], [spec for _, _, spec in pairs])
+        for (_, i, _), token in zip(pairs, tokens, strict=True):
+            out[rows[i].seq].append(token)
+        return out
+
+    def _result(self, row: Row, span: tuple[int, int], hidden: torch.Tensor, sampled: list[Sampled]) -> RowResult:
+        wanted = any(s.logprob is not None for s in sampled)
+        return RowResult(
+            seq=row.seq,
+            tokens=tuple(s.token for s in sampled),
+            logprobs=tuple(s.logprob for s in sampled) if wanted else (),
+            prompt=tuple(self._prompt_scores(row, span, hidden)) if row.prompt_targets else (),
+        )
+
+    def _prompt_scores(self, row: Row, span: tuple[int, int], hidden: torch.Tensor) -> Iterator[Logprob]:
+        assert len(row.prompt_targets) <= len(row.tokens)
+        for begin in range(0, len(row.prompt_targets), PROMPT_SCORE_ROWS):
+            targets = row.prompt_targets[begin : begin + PROMPT_SCORE_ROWS]
+            first = span[0] + begin
+            logits = self._logits(hidden, list(range(first, first + len(targets)))).float()
+            ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
+            yield from logprobs(logits, ids, [row.prompt_top] * len(targets))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest("device cuda was asked for and there is none", field="device")
+    return torch.device(name)
+
+
+def _dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """fp16 checkpoints run as bf16: fp16 matmuls on a CPU are hundreds of times slower, and bf16 is what we test."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if checkpoint == torch.float32:
+        return torch.float32
+    native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
