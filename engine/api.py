@@ -189,8 +189,8 @@ class EnginePort(Protocol):
 
     def recompute(self, key: LegKey) -> None:
         """REMOTE: the KV did not arrive whole; drop it and prefill here. The pages that were being written are left
-        to the landing's hold; new ones are allocated. Without first[], the first token is sampled here and NOT
-        emitted again when start() would have had it: the router has it from P."""
+        to the landing's hold; new ones are allocated. The first token is sampled here again (same seed and position,
+        so the same token) and emitted with its own sequence number; the router has it from P and drops the repeat."""
         ...
 
     def cancel(self, key: LegKey) -> None:

@@ -104,11 +104,14 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End every request with an error, end the thread, return when it is over. Idempotent."""
+        """End every request with an error, end the thread, return when it is over. Idempotent; not for a sink."""
+        assert threading.current_thread() is not self._thread, "the engine cannot wait for itself"
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            self._end_all(WorkerLost("the worker is stopping"))
+        else:
             self._thread.join()
 
     @property
@@ -153,7 +156,8 @@ class Engine:
 
     def start(self, key: LegKey, first: Sequence[First]) -> None:
         with self._wake:
-            self._post(lambda: self._scheduler.start(key, first, self._clock.monotonic()))
+            firsts = tuple(first)
+            self._post(lambda: self._scheduler.start(key, firsts, self._clock.monotonic()))
 
     def recompute(self, key: LegKey) -> None:
         with self._wake:
@@ -209,8 +213,7 @@ class Engine:
             self._end_all(WorkerLost("the worker is stopping"))
         except Exception:  # noqa: BLE001 - the supervisor: whatever it was, every request gets its end
             _log.exception("the engine has ended")
-            self._dead = True
-            self._end_all(WorkerLost("the engine of this worker has failed"))
+            self._die()
 
     def _sleep(self) -> None:
         with self._wake:
@@ -243,6 +246,14 @@ class Engine:
         self._scheduler.fail_all(error)
         self._emit()
 
+    def _die(self) -> None:
+        """After a fault of the engine itself: its state is not to be trusted, so only the ends are delivered."""
+        with self._wake:
+            self._dead = self._stopping = True
+            lost, self._live = list(self._live.values()), {}
+        error = WorkerLost("the engine of this worker has failed")
+        self._deliver([(request, Failed(request.spec.key, error)) for request in lost])
+
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def _closed(self) -> PdserveError | None:
@@ -272,7 +283,7 @@ class Engine:
 
     def _emit(self) -> None:
         """Deliver what happened: one call per sink, each request's events in order, none after its cancel."""
-        batches: dict[Sink, list[tuple[Request, Event]]] = {}
+        wanted = []
         with self._wake:
             for request, event in self._scheduler.take_events():
                 if request.silenced:
@@ -280,13 +291,19 @@ class Engine:
                     continue
                 if _terminal(event):
                     self._live.pop(request.spec.key, None)
-                batches.setdefault(request.sink, []).append((request, event))
-        for sink, pairs in batches.items():
+                wanted.append((request, event))
+        self._deliver(wanted)
+
+    def _deliver(self, pairs: Iterable[tuple[Request, Event]]) -> None:
+        batches: dict[Sink, list[tuple[Request, Event]]] = {}
+        for request, event in pairs:
+            batches.setdefault(request.sink, []).append((request, event))
+        for sink, batch in batches.items():
             try:
-                sink([event for _, event in pairs])
+                sink([event for _, event in batch])
             except Exception:  # noqa: BLE001 - the supervisor: a receiver that fails loses its own requests only
                 _log.exception("a receiver of events has failed")
-                self._give_up({id(request): request for request, _ in pairs}.values())
+                self._give_up({id(request): request for request, _ in batch}.values())
 
     def _give_up(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -74,10 +74,13 @@ class Outcome:
             _Sampled(f.choice, f.token, f.finish or self._finish_of(lead, (f.token,)), logprob=None) for f in firsts
         ]
         self._fan_out(lead, sampled, now, emit=False)
-        if all(s.finish for s in sampled):
-            last = sampled[-1]
-            number = request.first_sequence + 1
-            self.emit(request, self._tokens(request, last.choice, number, (), (), last.finish, True, now))
+        over = all(s.finish for s in sampled)
+        for s, given in zip(sampled, firsts, strict=True):
+            last = over and s is sampled[-1]
+            # A choice that ended where it was sampled has had its last event there; one that only ends here has not.
+            if s.finish and (last or not given.finish):
+                number = request.first_sequence + 1
+                self.emit(request, self._tokens(request, s.choice, number, (), (), s.finish, last, now))
 
     # --- first tokens -----------------------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ class Row:
     samples: one per token to sample from the LAST position's logits (n of them for the first token of n choices,
     none for a prompt chunk in the middle).
     prompt_targets: for prompt log-probabilities, the token that follows each of `tokens` (its log-probability is
-    wanted), empty when not asked for; prompt_top: alternatives wanted for each.
+    wanted), empty when not asked for, and shorter than `tokens` where the prompt ends (its last token is followed by
+    none); prompt_top: alternatives wanted for each.
     """
 
     seq: int
