@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""(q, k, v, g, beta), to be starred into a kernel call."""
 
 
 @dataclass
@@ -23,21 +28,28 @@ class Case:
     skip: Tensor | None = None
 
     def part(self, start: int, end: int) -> Case:
-        return Case(
-            *(x[start:end] for x in (self.q, self.k, self.v, self.g, self.beta)),
-            self.scale,
-            self.l2norm,
-            self.delta,
-            self.skip,
-        )
+        names = ("q", "k", "v", "g", "beta")
+        return replace(self, **{name: getattr(self, name)[start:end] for name in names})
 
     @property
-    def flags(self) -> dict[str, object]:
+    def flags(self) -> dict[str, Any]:
         return {"scale": self.scale, "l2norm": self.l2norm, "delta": self.delta, "skip": self.skip}
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> Inputs:
         return self.q, self.k, self.v, self.g, self.beta
+
+    def row(self, t: int, batch: int = 1) -> Inputs:
+        """Token t as a decode batch of equal rows."""
+        q, k, v, g, beta = (x[t : t + 1].expand(batch, *x.shape[1:]) for x in self.tensors)
+        return q, k, v, g, beta
+
+
+def joined(cases: list[Case], stack: bool = False) -> Inputs:
+    """The tensors of several sequences packed one after the other, or stacked on a new first axis."""
+    join: Any = torch.stack if stack else torch.cat
+    q, k, v, g, beta = (join(parts) for parts in zip(*(c.tensors for c in cases), strict=True))
+    return q, k, v, g, beta
 
 
 def make_case(seed: int, length: int, kind: str, *, heads: int = 2, group: int = 1, K: int = 16, V: int = 16) -> Case:

@@ -8,7 +8,7 @@ import torch
 from engine.kernels.delta_chunk import delta_chunk
 from engine.kernels.delta_chunk_plan import Checkpoint, ChunkPlan
 
-from .naive import make_case, naive, pool, relative
+from .naive import joined, make_case, naive, pool, relative
 
 KINDS = ["kda", "bounded", "extreme", "gdn", "mamba2"]
 SPLITS = [1, 15, 16, 17, 63, 64, 100, 255]
@@ -71,7 +71,7 @@ def test_sequences_of_one_batch_do_not_see_each_other(kind: str) -> None:
     initial = [7, 8, 9, 10, 11, 0]
     before = whole.clone()
     pad = make_case(99, 4, kind, **shape_of(kind))
-    packed = [torch.cat(parts) for parts in zip(*(c.tensors for c in [*cases, pad]), strict=True)]
+    packed = joined([*cases, pad])
     out = delta_chunk(*packed, state, ChunkPlan.build(lengths, initial, [1, 2, 3, 4, 5, 6], starts), **cases[0].flags)
     assert (out[sum(lengths) :] == 0).all()
     at = 0

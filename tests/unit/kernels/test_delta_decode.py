@@ -9,9 +9,15 @@ from engine.kernels.delta_chunk import delta_chunk
 from engine.kernels.delta_chunk_plan import ChunkPlan
 from engine.kernels.delta_decode import delta_commit, delta_decode, delta_verify
 
-from .naive import make_case, naive, pool, relative
+from .naive import joined, make_case, naive, pool, relative
 
-KINDS = {"kda": {}, "bounded": {}, "extreme": {}, "gdn": {"group": 2}, "mamba2": {"group": 2, "K": 32, "V": 16}}
+KINDS: dict[str, dict[str, int]] = {
+    "kda": {},
+    "bounded": {},
+    "extreme": {},
+    "gdn": {"group": 2},
+    "mamba2": {"group": 2, "K": 32, "V": 16},
+}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -22,7 +28,7 @@ def test_decoding_after_a_prefill_equals_a_longer_prefill(kind: str, seed: int) 
     whole, state = pool(4, *states[0].shape)
     head = delta_chunk(*case.part(0, 41).tensors, state, ChunkPlan.build([41], [0], [3]), **case.flags)
     slots = torch.tensor([3])
-    tail = [delta_decode(*(x[t : t + 1] for x in case.tensors), state, slots, **case.flags) for t in range(41, 60)]
+    tail = [delta_decode(*case.row(t), state, slots, **case.flags) for t in range(41, 60)]
     assert relative(torch.cat((head, *tail)), want) <= 1e-5
     assert relative(state[3], states[-1]) <= 1e-5
     assert (whole[:, :, 2] == pool(4, *states[0].shape)[0][:, :, 2]).all()
@@ -56,7 +62,7 @@ def test_verified_rows_equal_decoded_ones_and_commits_fold_them(kind: str) -> No
     state[1:3] = torch.randn(2, *shape, generator=torch.Generator().manual_seed(3)) * 0.1
     start = state.clone()
     slots = torch.tensor([2, 1])
-    packed = [torch.stack(parts) for parts in zip(*(c.tensors for c in cases), strict=True)]
+    packed = joined(cases, stack=True)
     out, kept = delta_verify(*packed, state, slots, **cases[0].flags)
     assert torch.equal(state, start), "verify only reads"
     for counts in ([0, rows], [1, 3], [2, 2]):
@@ -66,7 +72,6 @@ def test_verified_rows_equal_decoded_ones_and_commits_fold_them(kind: str) -> No
         for b, target in ((0, 4), (1, 1)):
             plain = start.clone()
             for t in range(counts[b]):
-                args = [x[t : t + 1] for x in cases[b].tensors]
-                single = delta_decode(*args, plain, slots[b : b + 1], **cases[b].flags)
+                single = delta_decode(*cases[b].row(t), plain, slots[b : b + 1], **cases[b].flags)
                 assert torch.equal(out[b, t], single[0])
             assert torch.equal(trial[target], plain[slots[b]])
