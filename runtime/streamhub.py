@@ -62,6 +62,7 @@ class Outbox(Generic[M]):
             return
         size = message.ByteSize()
         if self._bytes + size > self._limit:
+            self._queue.clear()
             self.close(QuotaExceeded("the stream was not read fast enough", reason="slow_reader"))
             return
         self._queue.append((message, size))
@@ -69,7 +70,7 @@ class Outbox(Generic[M]):
         self._wake.set()
 
     def close(self, error: PdserveError | None = None) -> None:
-        """End the stream: with an error at once, without one after what is queued. The first close counts."""
+        """End the stream after what is queued, with this error if there is one. The first close counts."""
         if self._closed:
             return
         self._closed = True
@@ -79,7 +80,7 @@ class Outbox(Generic[M]):
     async def drain(self, write: Callable[[M], Awaitable[None]]) -> None:
         """Write queued messages in order until closed. Raises the error of close()."""
         while True:
-            while self._queue and self._error is None:
+            while self._queue:
                 message, size = self._queue.popleft()
                 self._bytes -= size
                 await write(message)

@@ -1,0 +1,175 @@
+"""A worker's parts, made and taken apart in order: runner, engine, transport, hand-off store, services.
+
+Order matters at the end. Streams first, so that nothing new comes; then pulls and hand-offs, so that no peer reads or
+is read; then the transport, which deregisters the memory; then the engine thread, which must be joined before the
+interpreter goes; the pools last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decode_worker.service import DecodeService
+from engine.face import Limits, Worker, load_of
+from engine.loop import Engine, EngineSpec
+from engine.runner_api import Runner
+from kvtransfer import hashing
+from kvtransfer.checksum import wsum64
+from kvtransfer.layout import Rank, fingerprint
+from kvtransfer.puller import Puller
+from kvtransfer.service import KvSourceService
+from kvtransfer.source import HandoffStore
+from kvtransfer.tickets import TicketMint
+from kvtransfer.transport import Incarnation, LocalRank, Transport
+from kvtransfer.types import Layout
+from pdserve._worker_advert import Identity
+from pdserve._worker_faults import FaultyRunner, faulty_checksum
+from prefill_worker.service import PrefillService
+from protos.v1 import common_pb2
+from runtime import faults
+from runtime.clock import Clock
+from runtime.config import Config
+from runtime.errors import PdserveError
+from runtime.modelfiles import ModelFiles
+
+
+def load_runner(config: Config, files: ModelFiles, progress: Callable[[float], None]) -> Runner:
+    """Read the weights (on a thread of the caller's choice). progress gets the fraction done. torch is imported here
+    and only for a model that needs it."""
+    if files.kind == "oracle":
+        from engine.models.oracle import OracleRunner
+
+        runner: Runner = OracleRunner()
+    else:
+        from engine import runner as torch_runner
+
+        runner = torch_runner.load_runner(files, config, progress)
+    return FaultyRunner(runner) if faults.switchable() else runner
+
+
+def make_transport(config: Config, incarnation: Incarnation) -> Transport:
+    if config.transport == "inprocess":
+        from kvtransfer.inprocess import InProcessTransport
+
+        return InProcessTransport(incarnation, config.quarantine_s)
+    from kvtransfer.nixl import NixlTransport
+
+    return NixlTransport(incarnation, progress_us=config.nixl_progress_us, quarantine_s=config.quarantine_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A running worker behind its sockets."""
+
+    engine: Engine
+    runner: Runner
+    transport: Transport
+    layout: Layout
+    rank: Rank
+    store: HandoffStore
+    source: KvSourceService
+    puller: Puller
+    prefill: PrefillService
+    decode: DecodeService
+    load: Callable[[], common_pb2.Load]
+
+    @classmethod
+    async def make(
+        cls, config: Config, files: ModelFiles, runner: Runner, identity: Identity, address: str, clock: Clock
+    ) -> Parts:
+        """Allocate the pools, register them, start the engine. Raises InvalidRequest, TransferFailed."""
+        model = runner.spec()
+        engine = await asyncio.to_thread(Engine, runner, EngineSpec.of(model, config), config, clock)
+        layout = Layout(model.components, files.fingerprint(), config.chunk_tokens)
+        transport = make_transport(config, Incarnation(identity.worker_id, 0, identity.epoch))
+        agent = await transport.start(engine.regions())
+        rank = Rank(agent.name, agent.metadata, engine.regions())
+        local = LocalRank(rank, transport, faulty_checksum if faults.switchable() else wsum64)
+        mint = TicketMint(identity.worker_id, identity.epoch, fingerprint(layout))
+        store = HandoffStore(mint, clock, config.lease_s)
+        source = KvSourceService(identity.worker_id, identity.epoch, layout, [local], store)
+        puller = Puller(identity.worker_id, identity.epoch, layout, [local], config, clock)
+        load = _loader(engine, store, puller)
+        worker = _worker(config, files, engine, identity, address, clock, transport.name, load)
+        prefill = PrefillService(worker, store, config.reattach_s)
+        decode = DecodeService(worker, puller, config.reattach_s)
+        engine.start_loop()
+        source.start()
+        return cls(engine, runner, transport, layout, rank, store, source, puller, prefill, decode, load)
+
+    def tick(self, now: float) -> None:
+        self.prefill.tick(now)
+        self.decode.tick(now)
+
+    def running(self) -> int:
+        return self.prefill.busy() + self.decode.busy()
+
+    def leases(self) -> int:
+        """Hand-offs whose pages are promised to somebody."""
+        counts = self.store.counts()
+        return counts.computing + counts.leased
+
+    def abort(self, error: PdserveError) -> None:
+        self.prefill.abort(error)
+        self.decode.abort(error)
+
+    async def close(self, error: PdserveError, *, engine_stuck: bool = False) -> None:
+        """engine_stuck: its thread cannot be joined, so the process must end without the interpreter's clean-up."""
+        self.prefill.close(error)
+        await self.decode.close(error)
+        await self.puller.close()
+        await self.source.close()
+        await self.transport.close()
+        if not engine_stuck:
+            await asyncio.to_thread(self.engine.stop)
+            await asyncio.to_thread(self.runner.close)
+
+
+def _loader(engine: Engine, store: HandoffStore, puller: Puller) -> Callable[[], common_pb2.Load]:
+    sequence = itertools.count(1)
+
+    def load() -> common_pb2.Load:
+        return load_of(
+            engine.load(),
+            leases=store.counts().leased,
+            quarantined_pages=puller.quarantined_pages(),
+            sequence=next(sequence),
+        )
+
+    return load
+
+
+def _worker(
+    config: Config,
+    files: ModelFiles,
+    engine: Engine,
+    identity: Identity,
+    address: str,
+    clock: Clock,
+    transport: str,
+    load: Callable[[], common_pb2.Load],
+) -> Worker:
+    model = config.served_model_name or files.name
+    revision = files.fingerprint()
+    limits = Limits(
+        vocab_size=engine.model.vocab_size,
+        max_model_len=engine.spec.max_model_len,
+        max_n=config.max_n,
+        max_top_logprobs=config.max_top_logprobs,
+        max_logit_bias=config.max_logit_bias,
+    )
+    return Worker(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        address=address,
+        pid=identity.pid,
+        transport=transport,
+        engine=engine,
+        clock=clock,
+        limits=limits,
+        root_of=lambda salt: hashing.root(salt, model, revision),
+        load=load,
+    )
