@@ -3,7 +3,9 @@
 What was measured and is worked around here (each line was a crash, a hang or a core burnt):
 - A transfer handle that is used after release() kills the process, so a handle is released once, after it ended.
 - release() of an active transfer returns at once and the bytes still land: an abandoned read stays in quarantine until
-  its handle reports done or failed. Removing the peer's agent makes it fail.
+  its handle reports done or failed.
+- Removing the agent of a peer that is merely frozen makes its handles fail at once, and yet the bytes land when it
+  thaws. So an agent is removed only when none of its transfers is in progress, and removal ends no quarantine.
 - A peer that is frozen, or cut off, leaves its transfers in progress for ever: deadlines are our own.
 - A dead peer raises at post or from the state check; the agent is removed and added again at the next use.
 - An agent of the same name cannot be added while the old one is known: names hold the incarnation.
@@ -56,14 +58,19 @@ def load() -> tuple[Any, Any]:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
+    name: str
     incarnation: Incarnation
     metadata: bytes
     added: bool = False
+    broken: bool = False  # a read failed: remove and add again before the next one
+    leaving: bool = False  # disconnected: remove as soon as nothing is in progress
+    active: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
     flight: Flight
+    peer: _Peer
     handle: Any
     posted_at: float
     reported: bool = False  # the caller has its answer (deadline): only the destination is still owed
@@ -235,17 +242,20 @@ class _Owner:
         known = self._peers.get(agent.name)
         if known is None:
             self._replace(incarnation)
-            known = self._peers[agent.name] = _Peer(incarnation, agent.metadata)
+            known = self._peers[agent.name] = _Peer(agent.name, incarnation, agent.metadata)
+        known.leaving = False
         try:
-            self._add(agent.name, known)
+            self._add(known)
         except TransferFailed:
-            del self._peers[agent.name]
+            known.leaving = True
+            self._tidy(known)
             raise
 
     def disconnect(self, agent_name: str) -> None:
-        peer = self._peers.pop(agent_name, None)
+        peer = self._peers.get(agent_name)
         if peer is not None:
-            self._remove(agent_name, peer)
+            peer.leaving = True
+            self._tidy(peer)
 
     def post(self, flight: Flight) -> None:
         """Start a read. Whatever goes wrong is the flight's, and the peer is set up anew at its next use."""
@@ -253,22 +263,23 @@ class _Owner:
             self._end(flight, TransferFailed("the read was abandoned"))
             return
         peer = self._peers.get(flight.peer)
-        if peer is None:
+        if peer is None or peer.leaving:
             self._end(flight, TransferFailed("no such peer is connected"))
             return
         handle = None
         posted_at = time.monotonic()
         try:
-            self._add(flight.peer, peer)
+            self._add(peer)
             handle = self._initialize(flight)
             posted_at = time.monotonic()
             state = self._agent.transfer(handle)
         except Exception as error:  # noqa: BLE001  any NIXL error: this read fails, the others go on
             self._broken(flight, handle, peer, error)
             return
-        entry = _InFlight(flight, handle, posted_at)
+        entry = _InFlight(flight, peer, handle, posted_at)
         if state == "PROC":
             self._active.append(entry)
+            peer.active += 1
             self._wait_s = POLL_FIRST_S
         elif state == "DONE":
             self._succeed(entry)
@@ -286,16 +297,18 @@ class _Owner:
     def _poll(self) -> None:
         if not self._active:
             return
-        before = len(self._active)
-        self._active = [entry for entry in self._active if self._still_active(entry)]
-        moved = len(self._active) < before
-        self._wait_s = POLL_FIRST_S if moved else min(self._wait_s * 1.5, POLL_LAST_S)
+        ended = [entry for entry in self._active if not self._in_progress(entry)]
+        for entry in ended:
+            self._active.remove(entry)
+            entry.peer.active -= 1
+            self._tidy(entry.peer)
+        self._wait_s = POLL_FIRST_S if ended else min(self._wait_s * 1.5, POLL_LAST_S)
 
-    def _still_active(self, entry: _InFlight) -> bool:
+    def _in_progress(self, entry: _InFlight) -> bool:
         try:
             state = self._agent.check_xfer_state(entry.handle)
         except Exception as error:  # noqa: BLE001  a lost peer raises instead of answering "ERR"
-            self._broken(entry.flight, entry.handle, self._peers.get(entry.flight.peer), error)
+            self._broken(entry.flight, entry.handle, entry.peer, error)
             return False
         if state == "PROC":
             self._watch_deadline(entry)
@@ -303,7 +316,7 @@ class _Owner:
         if state == "DONE":
             self._succeed(entry)
         else:
-            self._broken(entry.flight, entry.handle, self._peers.get(entry.flight.peer), TransferFailed("it failed"))
+            self._broken(entry.flight, entry.handle, entry.peer, TransferFailed("the read failed"))
         return False
 
     def _watch_deadline(self, entry: _InFlight) -> None:
@@ -319,13 +332,13 @@ class _Owner:
         flight = entry.flight
         self._results.append(lambda: flight.succeed(stats))
 
-    def _broken(self, flight: Flight, handle: Any, peer: _Peer | None, error: Exception) -> None:
-        """The handle has ended (or never began): release it, and let the peer be added again at its next use."""
+    def _broken(self, flight: Flight, handle: Any, peer: _Peer, error: Exception) -> None:
+        """The handle has ended (or never began): release it, and have the peer set up anew."""
         log.warning("a NIXL read failed", extra={"peer": flight.peer, "error": type(error).__name__})
         if handle is not None:
             handle.release()
-        if peer is not None:
-            self._remove(flight.peer, peer)
+        peer.broken = True
+        self._tidy(peer)
         self._end(flight, TransferFailed(f"the read failed: {type(error).__name__}"))
 
     def _end(self, flight: Flight, error: Exception) -> None:
@@ -335,7 +348,9 @@ class _Owner:
 
         self._results.append(result)
 
-    def _add(self, name: str, peer: _Peer) -> None:
+    def _add(self, peer: _Peer) -> None:
+        if peer.broken and peer.added:
+            raise TransferFailed("the connection to the peer is broken, and reads from it are still in progress")
         if peer.added:
             return
         try:
@@ -343,18 +358,22 @@ class _Owner:
         except Exception as error:
             raise TransferFailed(f"the peer's agent was refused: {type(error).__name__}") from error
         added = added.decode() if isinstance(added, bytes) else str(added)
-        if added != name:
+        if added != peer.name:
             self._agent.remove_remote_agent(added)
             raise TransferFailed("the peer's metadata is of another agent than its name")
-        peer.added = True
+        peer.added, peer.broken = True, False
 
-    def _remove(self, name: str, peer: _Peer) -> None:
-        """Disconnect; the peer's transfers in flight then report failure from the state check."""
+    def _tidy(self, peer: _Peer) -> None:
+        """Remove the agent of a peer that is broken or leaving, once nothing of it is in progress."""
+        if peer.active or not (peer.broken or peer.leaving):
+            return
+        if peer.leaving:
+            self._peers.pop(peer.name, None)
         if not peer.added:
             return
         peer.added = False
         try:
-            self._agent.remove_remote_agent(name)
+            self._agent.remove_remote_agent(peer.name)
         except Exception as error:  # noqa: BLE001  it is gone either way
             log.warning("a NIXL agent could not be removed", extra={"error": type(error).__name__})
 
@@ -368,9 +387,7 @@ class _Owner:
                 self.disconnect(name)
 
     def _shut(self) -> None:
-        """Remove every peer, wait until nothing can land any more, give the memory back."""
-        for name in list(self._peers):
-            self.disconnect(name)
+        """Wait until nothing can land any more, remove every peer, give the memory back."""
         until = time.monotonic() + CLOSE_S
         while self._active and time.monotonic() < until:
             self._poll()
@@ -378,6 +395,8 @@ class _Owner:
             time.sleep(POLL_LAST_S)
         for entry in self._active:
             entry.handle._released = True  # never released while active: leaked on purpose, with its agent
+        for name in list(self._peers):
+            self.disconnect(name)
         if self._agent is not None and not self._active:
             for table in self._registered:
                 self._agent.deregister_memory(table)

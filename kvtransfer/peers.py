@@ -25,6 +25,7 @@ from kvtransfer.transport import Agent, Incarnation, LocalRank
 from kvtransfer.types import Layout
 from protos.v1 import kvsource_pb2 as pb
 from protos.v1 import kvsource_pb2_grpc
+from runtime import faults
 from runtime.clock import Clock
 from runtime.errors import KvLost, PdserveError, WorkerLost
 from runtime.rpc import from_rpc_error
@@ -104,7 +105,7 @@ class LeaseKeeper:
     async def _run(self) -> None:
         while self._leases:
             await asyncio.sleep(self._lease_s / 4)
-            if self._leases:
+            if self._leases and not await faults.strike_async("kv.renew"):
                 await self._renew()
 
     async def _renew(self) -> None:

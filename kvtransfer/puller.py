@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from kvtransfer.blocks import Key, Located
+from kvtransfer.checksum import memory
 from kvtransfer.layout import require_ranks, require_supported
 from kvtransfer.peers import ChannelFactory, Lease, Peer, Peers, Self, gone
 from kvtransfer.tickets import parse
@@ -28,7 +29,7 @@ from kvtransfer.transport import Flight, LocalRank
 from kvtransfer.types import Destination, First, Layout, Pulled
 from protos.v1 import common_pb2
 from protos.v1 import kvsource_pb2 as pb
-from runtime import rpc
+from runtime import faults, rpc
 from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import (
@@ -60,6 +61,16 @@ class _Landing:
     pages: int = 0
     read_s: float = 0.0
     checksum_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is read and verified at once: a range of pages, or the state slots. tokens: valid ones over all items."""
+
+    paged: bool
+    items: tuple[int, ...]
+    tokens: int
+    located: dict[Key, Located]
 
 
 class Puller:
@@ -176,9 +187,10 @@ class Puller:
                 guard = group.create_task(peer.leases.require(lease))
                 landings: list[asyncio.Task[None]] = []
                 while not (event := await _next(call)).HasField("final"):
-                    work = self._range(peer, landing, event.range, deadline)
-                    landings.append(group.create_task(work))
-                landings.append(group.create_task(self._state(peer, landing, event.final, deadline)))
+                    part = self._range(peer, landing, event.range)
+                    landings.append(group.create_task(self._arrive(peer, landing, part, deadline)))
+                state = self._state(peer, landing, event.final)
+                landings += [group.create_task(self._arrive(peer, landing, part, deadline)) for part in state]
                 await asyncio.wait(landings)
                 guard.cancel()
         except BaseExceptionGroup as errors:
@@ -188,8 +200,8 @@ class Puller:
             raise error from None
         return event.final
 
-    def _range(self, peer: Peer, landing: _Landing, ready: pb.RangeReady, deadline: float) -> Coroutine[Any, Any, None]:
-        """Post the reads of one announced range now; what is returned waits for them and verifies."""
+    def _range(self, peer: Peer, landing: _Landing, ready: pb.RangeReady) -> _Part:
+        """Check one announced range: the next tokens, whole pages, every index inside its region."""
         dest, page = landing.dest, self._me.layout.page_tokens
         whole = ready.end % page == 0 or ready.end == dest.token_count
         if ready.start != landing.cursor or not ready.start < ready.end <= dest.token_count or not whole:
@@ -199,66 +211,63 @@ class Puller:
         items = dest.pages[ready.start // page : -(-ready.end // page)]
         located = peer.plan.locate(ready.blocks, True, len(items))
         landing.pages += len(items)
-        flights = self._post(peer, landing, True, items, located, deadline)
-        return self._arrive(peer, landing, flights, True, items, ready.end - ready.start, located)
+        return _Part(True, items, ready.end - ready.start, located)
 
-    async def _state(self, peer: Peer, landing: _Landing, final: pb.HandoffFinal, deadline: float) -> None:
-        """Read the state components. Nothing is late: the range events came before."""
+    def _state(self, peer: Peer, landing: _Landing, final: pb.HandoffFinal) -> list[_Part]:
+        """Check the end: everything was announced, the state is as long as expected. One part if there is a state."""
         dest = landing.dest
         if final.state_length != dest.token_count or landing.cursor != dest.token_count:
             raise TransferFailed(
                 f"{dest.token_count} tokens were expected, {landing.cursor} announced, the state holds "
                 f"{final.state_length}"
             )
-        if not any(not c.paged for c in self._me.layout.components):
-            return
+        if all(c.paged for c in self._me.layout.components):
+            return []
         located = peer.plan.locate(final.slots, False, len(dest.slots))
-        flights = self._post(peer, landing, False, dest.slots, located, deadline)
-        await self._arrive(peer, landing, flights, False, dest.slots, len(dest.slots), located)
+        return [_Part(False, dest.slots, len(dest.slots), located)]
 
-    def _post(
-        self,
-        peer: Peer,
-        landing: _Landing,
-        paged: bool,
-        items: Sequence[int],
-        located: dict[Key, Located],
-        deadline: float,
-    ) -> list[Flight]:
-        left = min(deadline - self._clock.monotonic(), self._config.transfer_timeout_s)
-        until = time.monotonic() + left
-        flights = [
-            rank.transport.read(peer.agents[owner].name, table, until)
-            for reader, rank in enumerate(self._me.ranks)
-            for owner, table in peer.plan.moves(reader, rank.info, paged, items, located)
-        ]
-        landing.flights += flights
-        return flights
-
-    async def _arrive(
-        self,
-        peer: Peer,
-        landing: _Landing,
-        flights: Sequence[Flight],
-        paged: bool,
-        items: Sequence[int],
-        tokens: int,
-        located: dict[Key, Located],
-    ) -> None:
-        for flight in flights:
-            stats = await flight.result
+    async def _arrive(self, peer: Peer, landing: _Landing, part: _Part, deadline: float) -> None:
+        """Read one part, then verify it on the executor's thread, while later parts arrive."""
+        if await faults.strike_async("kv.read"):
+            await asyncio.Event().wait()  # a read that never ends: the deadline finds it
+        for flight in self._post(peer, landing, part, deadline):
+            try:
+                stats = await flight.result
+            except DeadlineExceeded as error:  # of this one read, shorter than the request's
+                raise TransferFailed("a read did not finish in time") from error
             if stats.nbytes != flight.moves.nbytes:
                 raise TransferFailed(f"{stats.nbytes} of {flight.moves.nbytes} bytes arrived")
             landing.nbytes += stats.nbytes
             landing.read_s += stats.seconds
+        loop = asyncio.get_running_loop()
+        landing.checksum_s += await loop.run_in_executor(self._executor, self._verify, peer, part)
 
-        def verify() -> float:
-            began = time.perf_counter()
-            for reader, rank in enumerate(self._me.ranks):
-                peer.plan.verify(reader, rank, paged, tuple(items), tokens, located)
-            return time.perf_counter() - began
+    def _post(self, peer: Peer, landing: _Landing, part: _Part, deadline: float) -> list[Flight]:
+        until = time.monotonic() + min(deadline - self._clock.monotonic(), self._config.transfer_timeout_s)
+        flights = [
+            rank.transport.read(peer.agents[owner].name, table, until)
+            for reader, rank in enumerate(self._me.ranks)
+            for owner, table in peer.plan.moves(reader, rank.info, part.paged, part.items, part.located)
+        ]
+        landing.flights += flights
+        return flights
 
-        landing.checksum_s += await asyncio.get_running_loop().run_in_executor(self._executor, verify)
+    def _verify(self, peer: Peer, part: _Part) -> float:
+        """Seconds it took. Raises ChecksumMismatch. On the executor's thread."""
+        began = time.perf_counter()
+        faults.strike("kv.verify")
+        for reader, rank in enumerate(self._me.ranks):
+            self._corrupt(rank, part)
+            peer.plan.verify(reader, rank, part.paged, part.items, part.tokens, part.located)
+        return time.perf_counter() - began
+
+    def _corrupt(self, rank: LocalRank, part: _Part) -> None:
+        """Where a test may damage what arrived, in host memory."""
+        for component in self._me.layout.components:
+            region = rank.info.by_component[component.name]
+            if component.paged == part.paged and region.memory == "DRAM":
+                start = part.items[0] * region.stride
+                faults.corrupted("kv.bytes", memory(region)[start : start + component.unit_bytes].data)
 
     def _pulled(self, landing: _Landing, final: pb.HandoffFinal) -> Pulled:
         return Pulled(
@@ -277,6 +286,8 @@ class Puller:
     async def _release(self, peer: Peer, lease: Lease, *, confirmed: bool) -> None:
         """Best effort with retries; what fails here ends with the lease."""
         request = pb.ReleaseRequest(lease_id=lease.lease_id, confirmed=confirmed)
+        if await faults.strike_async("kv.release"):
+            return
         for attempt in range(RELEASE_TRIES):
             try:
                 await peer.stub.Release(request, timeout=1.0)

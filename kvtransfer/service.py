@@ -22,6 +22,7 @@ from kvtransfer.transport import LocalRank
 from kvtransfer.types import Component, First, Layout
 from protos.v1 import common_pb2, kvsource_pb2_grpc
 from protos.v1 import kvsource_pb2 as pb
+from runtime import faults
 from runtime.errors import TicketInvalid
 from runtime.rpc import peer_identity
 
@@ -93,7 +94,8 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
             )
         )
         async for event in self._events(watch, news):
-            yield event
+            if not await faults.strike_async("kv.event"):
+                yield event
 
     async def Renew(  # noqa: N802
         self, request: pb.RenewRequest, context: ServicerContext[pb.RenewRequest, pb.RenewReply]
@@ -167,6 +169,7 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
     def _sum(
         self, components: Sequence[Component], items: tuple[int, ...], valid: tuple[int, ...]
     ) -> list[tuple[int, int, list[int]]]:
+        faults.strike("kv.checksum")
         sums = []
         for index, rank in enumerate(self._ranks):
             for component in components:
