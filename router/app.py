@@ -1,0 +1,176 @@
+"""The router process: compose the parts, listen, serve until told to stop, drain, leave nothing behind.
+
+Starts with the base dependencies alone: no torch, triton, nixl or ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+from aiohttp import web
+from grpc_reflection.v1alpha import reflection
+
+from kvtransfer.types import PAGE_TOKENS
+from router.codec import Codec
+from router.dispatch import Dispatcher
+from router.fleet import Expected, Fleet
+from router.front import Front
+from router.http import HttpFace
+from router.inference import InferenceService
+from router.params import Limits, model_defaults
+from router.stats import Stats
+from runtime import lifecycle, logs, rpc
+from runtime.clock import SystemClock
+from runtime.config import Config
+from runtime.errors import InvalidRequest
+from runtime.health import Health, HealthService
+from runtime.ids import new_worker_id
+from runtime.metrics import Metrics
+from runtime.modelfiles import ModelFiles
+from runtime.registry import open_store
+from runtime.registry.feed import Feed
+from runtime.registry.service import RegistryService
+
+INFERENCE = "pdserve.v1.Inference"
+REGISTRY = "pdserve.v1.Registry"
+REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
+HEALTH = "grpc.health.v1.Health"
+GOODBYE_S = 1.0
+
+_log = structlog.get_logger("pdserve.router")
+
+
+async def serve(config: Config, stopping: asyncio.Event | None = None) -> None:
+    """Serve until `stopping` is set (by default: until the first signal), then drain.
+
+    Raises InvalidRequest or NotFound when the configuration cannot work, and nothing was served.
+    """
+    if stopping is None:
+        with lifecycle.signals() as stopping:
+            await serve(config, stopping)
+        return
+    logs.setup(config, role="router")
+    router = await Router.start(config)
+    try:
+        await stopping.wait()
+        await router.drain()
+    finally:
+        await router.close()
+
+
+class Router:
+    """A running router. http and grpc: "host:port" as really bound."""
+
+    def __init__(self, config: Config, files: ModelFiles) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.clock = SystemClock()
+        self._pool = ThreadPoolExecutor(
+            max_workers=max(1, min(4, (os.cpu_count() or 2) - 1)), thread_name_prefix="tokenizer"
+        )
+        context = min(config.max_model_len or files.max_model_len, files.max_model_len)
+        limits = Limits.of(config, files.vocab_size, context)
+        codec = Codec(files, limits, self._pool)
+        router_id = new_worker_id("router")
+        expected = Expected(files.tokenizer_digest, files.fingerprint(), files.vocab_size, PAGE_TOKENS)
+        self.fleet = Fleet(config, router_id, expected, self.metrics)
+        self.dispatcher = Dispatcher(self.fleet, codec, config, self.clock, router_id, self.metrics)
+        self.stats = Stats(self.metrics)
+        name = config.served_model_name or files.name
+        self.front = Front(codec, self.dispatcher, limits, config, self.clock, self.stats, name, files.fingerprint())
+        self.health = Health({"workers": self.fleet.ready, "registry": lambda: self._feed.synced.is_set()})
+        self._defaults = model_defaults(files.generation_config)
+        self._face = HttpFace(self.front, self.health, self.metrics, self._observe, self._defaults)
+        self._queue = self.metrics.gauge("pdserve_router_queue", "Requests waiting for capacity")
+        self._held = self.metrics.gauge("pdserve_router_prompts_inflight", "Prompts that hold a permit")
+        self._store = open_store(config, self.metrics, self.clock)
+        self._feed = Feed(
+            self._store,
+            config.registry_ttl_s,
+            self.clock,
+            added=self.fleet.added,
+            changed=self.fleet.changed,
+            removed=self.fleet.removed,
+            metrics=self.metrics,
+        )
+        self._server = rpc.server(config)
+        self._runners: list[web.AppRunner] = []
+        self.http = ""
+        self.admin = ""
+        self.grpc = ""
+
+    @classmethod
+    async def start(cls, config: Config) -> Router:
+        files = await asyncio.to_thread(_open, config.model)
+        router = cls(config, files)
+        try:
+            await router._listen()
+        except BaseException:
+            await router.close()
+            raise
+        return router
+
+    async def _listen(self) -> None:
+        RegistryService(self._store, self.config.registry_ttl_s).add_to(self._server)
+        InferenceService(self.front, self._defaults).add_to(self._server)
+        HealthService(self.health, [INFERENCE, REGISTRY]).add_to(self._server)
+        reflection.enable_server_reflection((INFERENCE, REGISTRY, HEALTH, REFLECTION), self._server)
+        self.grpc = rpc.bind(self._server, self.config.grpc_listen, self.config)
+        await self._server.start()
+        self._feed.start()
+        separate = bool(self.config.admin_listen)
+        self.http = await self._serve_http(self._face.app(with_metrics=not separate), self.config.http_listen)
+        if separate:
+            self.admin = await self._serve_http(self._face.admin_app(), self.config.admin_listen)
+        _log.info("listening", http=self.http, grpc=self.grpc, admin=self.admin, model=self.front.model)
+
+    async def _serve_http(self, app: web.Application, listen: str) -> str:
+        host, _, port = listen.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise InvalidRequest("http_listen must be host:port", field="http_listen", limit="host:port, port 0..65535")
+        # handler_cancellation: a client that goes away cancels its handler, at whatever stage it is.
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GOODBYE_S)
+        await runner.setup()
+        self._runners.append(runner)
+        site = web.TCPSite(runner, host, int(port))
+        try:
+            await site.start()
+        except OSError as exc:
+            raise InvalidRequest("the HTTP address is taken or not one of this machine", field="http_listen") from exc
+        return f"{host}:{runner.addresses[0][1]}"
+
+    def _observe(self) -> None:
+        self.fleet.observe()
+        self._queue.set(len(self.dispatcher.booking.line))
+        self._held.set(self.front.permits.inflight)
+
+    async def drain(self) -> None:
+        """Take nothing new, finish what runs within drain_timeout_s."""
+        self.health.draining = True
+        self.front.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self.front.permits.idle()
+
+    async def close(self) -> None:
+        """Cut what is left. Idempotent."""
+        for runner in self._runners:
+            await runner.cleanup()
+        await self._server.stop(GOODBYE_S if self.front.permits.inflight else 0)
+        await self._feed.stop()
+        await self.dispatcher.close()
+        await self.fleet.close()
+        await self._store.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _open(model: str) -> ModelFiles:
+    """Read the files and build the tokenizer, which takes a second for a big one."""
+    files = ModelFiles.open(model)
+    files.tokenizer()
+    files.fingerprint()
+    return files

@@ -1,0 +1,363 @@
+"""The HTTP face: OpenAI's endpoints and the operator's, over aiohttp.web.
+
+Every route but health asks for a key when keys are configured, unknown routes included. Every error has the same small
+JSON body, `x-pd-reason` and `x-request-id`. A client's own request id is a label in logs; the id is always ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import orjson
+import structlog
+from aiohttp import web
+
+from router import replies, schema, shapes
+from router.front import Call, Front, Prepared
+from router.params import Params
+from router.replies import ChatStream, Collected, CompletionStream, EchoedPrompt, Frame
+from router.request import Outcome, Reply
+from router.sink import Sink
+from router.tenants import Tenant
+from runtime.errors import Draining, InvalidRequest, NotFound, PayloadTooLarge, PdserveError, Unsupported
+from runtime.health import Health, Report
+from runtime.ids import new_request_id
+from runtime.metrics import CONTENT_TYPE, Metrics
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+LABEL_HEADER = "x-request-id"
+REASON_HEADER = "x-pd-reason"
+
+_log = structlog.get_logger("pdserve.router.http")
+REQUEST_ID = web.RequestKey("request_id", str)
+TENANT = web.RequestKey("tenant", Tenant)
+
+
+class HttpFace:
+    """Handlers over one Front. app() is what the server runs; admin_app() the operator's routes alone."""
+
+    def __init__(
+        self, front: Front, health: Health, metrics: Metrics, observe: Callable[[], None], defaults: Params
+    ) -> None:
+        self._front = front
+        self._health = health
+        self._metrics = metrics
+        self._observe = observe
+        self._defaults = defaults
+        self._created = int(front.clock.wall())
+
+    def app(self, *, with_metrics: bool = True) -> web.Application:
+        app = web.Application(middlewares=[self._middleware()], client_max_size=self._front.config.max_body_bytes)
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/chat/completions/render", self.render_chat),
+            ("POST", "/v1/completions/render", self.render_completion),
+            ("POST", "/v1/chat/completions/derender", self.derender_chat),
+            ("POST", "/v1/completions/derender", self.derender_completion),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model:.+}", self.model),
+            ("GET", "/health/live", self.live),
+            ("GET", "/health/ready", self.ready),
+        ]
+        if with_metrics:
+            routes.append(("GET", "/metrics", self.metrics))
+        for method, path, handler in routes:
+            app.router.add_route(method, path, handler)
+        return app
+
+    def admin_app(self) -> web.Application:
+        app = web.Application(middlewares=[self._middleware()])
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/health/live", self.live)
+        app.router.add_get("/health/ready", self.ready)
+        return app
+
+    # generation
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = schema.parse(await request.read(), schema.ChatBody)
+        chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
+        params = schema.params_of(body, self._defaults)
+        call = self._call(request, [chat], params, body.model, "messages", body.user)
+        with self._front.permits.hold(call.tenant, 1):
+            prepared = await self._front.prepare(call)
+            frame = self._frame("chatcmpl", call, prepared, body.include_usage)
+            if not params.stream:
+                collected = Collected(params.n)
+                outcomes = await self._front.generate(call, prepared, [collected])
+                return _json(replies.chat_body(frame, collected, outcomes))
+            return await self._stream(request, call, prepared, frame, ChatStream)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = schema.parse(await request.read(), schema.CompletionBody)
+        prompts = schema.prompts_of(body.prompt, self._front.limits)
+        params = schema.params_of(body, self._defaults)
+        call = self._call(request, prompts, params, body.model, "prompt", body.user)
+        with self._front.permits.hold(call.tenant, len(prompts)):
+            prepared = await self._front.prepare(call)
+            echoes = [
+                await self._echo(prompt, work.tokens, params)
+                for prompt, work in zip(prompts, prepared.works, strict=True)
+            ]
+            frame = self._frame("cmpl", call, prepared, body.include_usage)
+            if not params.stream:
+                collected = [Collected(params.n) for _ in prepared.works]
+                outcomes = await self._front.generate(call, prepared, collected)
+                return _json(replies.completion_body(frame, collected, echoes, outcomes))
+            return await self._stream(request, call, prepared, frame, CompletionStream, echoes)
+
+    async def _echo(self, prompt: Any, tokens: Sequence[int], params: Params) -> EchoedPrompt:
+        if not params.echo:
+            return EchoedPrompt()
+        text = (
+            prompt
+            if isinstance(prompt, str)
+            else await self._front.codec.decode_long(tokens, skip_special=params.skip_special)
+        )
+        return EchoedPrompt(text, tuple(tokens))
+
+    def _call(
+        self, request: web.Request, prompts: Sequence[Any], params: Params, model: str | None, name: str, user: str
+    ) -> Call:
+        if self._front.draining:
+            raise Draining("the router is shutting down", retry_after_ms=1000)
+        label = request.headers.get(LABEL_HEADER, "") or user
+        return Call(
+            prompts=prompts,
+            params=params,
+            model=model,
+            field=name,
+            label=label,
+            traceparent=request.headers.get("traceparent", ""),
+            tenant=request[TENANT],
+            request_id=request[REQUEST_ID],
+        )
+
+    def _frame(self, prefix: str, call: Call, prepared: Prepared, include_usage: bool) -> Frame:
+        return Frame(
+            id=f"{prefix}-{call.request_id}",
+            created=int(self._front.clock.wall()),
+            model=self._front.model,
+            params=call.params,
+            codec=self._front.codec,
+            include_usage=include_usage,
+        )
+
+    async def _stream(
+        self,
+        request: web.Request,
+        call: Call,
+        prepared: Prepared,
+        frame: Frame,
+        kind: type[ChatStream] | type[CompletionStream],
+        echoes: Sequence[EchoedPrompt] = (),
+    ) -> web.StreamResponse:
+        run: asyncio.Task[list[Outcome]]
+        sink = Sink(self._front.config.stream_buffer_bytes, lambda: self._slow(run))
+        made: list[Reply] = [
+            ChatStream(frame, sink)
+            if kind is ChatStream
+            else CompletionStream(frame, sink, place * call.params.n, echoes[place])
+            for place in range(len(prepared.works))
+        ]
+        run = asyncio.create_task(self._front.generate(call, prepared, made))
+        try:
+            await self._until_first_byte(run, sink)
+            if not sink.wanted.is_set() and run.done():
+                run.result()  # an error before the first byte still has its status
+            await sink.open(request, {LABEL_HEADER: call.request_id})
+            await self._keep_alive(run, sink)
+        except BaseException:
+            run.cancel()
+            await asyncio.wait((run,))
+            if not run.cancelled():
+                run.exception()
+            raise
+        if run.cancelled():  # a slow client was cut off
+            raise ConnectionResetError("the client reads too slowly")
+        error = run.exception()
+        if error is None:
+            replies.write_end(frame, kind.kind, sink, run.result())
+        else:
+            sink.write(b"data: " + orjson.dumps(shapes.error_body(_known(error))) + b"\n\n")
+        return await sink.finish()
+
+    def _slow(self, run: asyncio.Task[list[Outcome]]) -> None:
+        self._front.stats.slow_client()
+        run.cancel()
+
+    async def _until_first_byte(self, run: asyncio.Task[list[Outcome]], sink: Sink) -> None:
+        """Until there is something to send, the call has ended, or the client must see a sign of life."""
+        wanted = asyncio.ensure_future(sink.wanted.wait())
+        try:
+            await asyncio.wait(
+                (run, wanted), timeout=self._front.config.sse_keepalive_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            wanted.cancel()
+
+    async def _keep_alive(self, run: asyncio.Task[list[Outcome]], sink: Sink) -> None:
+        """A comment whenever the stream was silent for sse_keepalive_s."""
+        pause = self._front.config.sse_keepalive_s
+        loop = asyncio.get_running_loop()
+        while not run.done():
+            silent = loop.time() - sink.wrote_at
+            if silent >= pause:
+                sink.comment()
+                silent = 0.0
+            await asyncio.wait((run,), timeout=pause - silent)
+
+    # text and tokens
+
+    async def render_chat(self, request: web.Request) -> web.Response:
+        body = schema.parse(await request.read(), schema.RenderChatBody)
+        self._front.check_model(body.model)
+        chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
+        rendered = await self._front.render(chat)
+        return _json({"model": self._front.model, "prompt": rendered.text, "token_ids": rendered.tokens})
+
+    async def render_completion(self, request: web.Request) -> web.Response:
+        body = schema.parse(await request.read(), schema.RenderCompletionBody)
+        self._front.check_model(body.model)
+        prompts = schema.prompts_of(body.prompt, self._front.limits)
+        tokens = [await self._front.tokens(prompt, "prompt") for prompt in prompts]
+        return _json({"model": self._front.model, "prompts": [{"token_ids": ids} for ids in tokens]})
+
+    async def derender_chat(self, request: web.Request) -> web.Response:
+        text = await self._detokenized(request, skip=True)
+        return _json({"message": {"role": "assistant", "content": text}})
+
+    async def derender_completion(self, request: web.Request) -> web.Response:
+        return _json({"text": await self._detokenized(request, skip=True)})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        front = self._front
+        body = schema.parse(await request.read(), schema.TokenizeBody)
+        front.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages", field="prompt")
+        if body.prompt is not None:
+            tokens = await front.codec.encode(body.prompt, add_special=body.add_special_tokens, field="prompt")
+        else:
+            chat = schema.chat_of(body.messages or [], body.add_generation_prompt, front.limits)
+            tokens = (await front.render(chat)).tokens
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": front.limits.context, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [shapes.token_name(front.codec, token) for token in tokens]
+        return _json(answer)
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        return _json({"prompt": await self._detokenized(request, skip=False)})
+
+    async def _detokenized(self, request: web.Request, *, skip: bool) -> str:
+        body = schema.parse(await request.read(), schema.TokensBody)
+        self._front.check_model(body.model)
+        tokens = schema.token_list(body.tokens, "tokens", self._front.limits) if body.tokens != [] else []
+        return await self._front.codec.decode_long(tokens, skip_special=skip or body.skip_special_tokens)
+
+    # operation
+
+    async def models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        self._front.check_model(request.match_info["model"])
+        return _json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._front.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pdserve",
+            "max_model_len": self._front.limits.context,
+        }
+
+    async def live(self, request: web.Request) -> web.Response:
+        return _health(self._health.live())
+
+    async def ready(self, request: web.Request) -> web.Response:
+        return _health(self._health.ready())
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        self._observe()
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    # around every request
+
+    def _middleware(self) -> Any:
+        @web.middleware
+        async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
+            request_id = new_request_id()
+            request[REQUEST_ID] = request_id
+            try:
+                if request.path not in OPEN_PATHS:
+                    request[TENANT] = self._front.keys.tenant(request.headers.get("Authorization", ""))
+                response = await handler(request)
+            except web.HTTPException as exc:
+                response = self._failed(_http_error(exc, self._front.config.max_body_bytes), exc.headers.get("Allow"))
+            except PdserveError as error:
+                response = self._failed(error)
+            except ConnectionError:
+                raise
+            except Exception as exc:  # noqa: BLE001  the RPC boundary
+                _log.error("handler_failed", path=request.path[:64], exc_info=exc)
+                response = self._failed(PdserveError("internal error"))
+            if not response.prepared:
+                response.headers.setdefault(LABEL_HEADER, request_id)
+            return response
+
+        return around
+
+    def _failed(self, error: PdserveError, allow: str | None = None) -> web.Response:
+        self._front.stats.refused(error)
+        response = _json(shapes.error_body(error), status=_status(error))
+        response.headers[REASON_HEADER] = error.reason
+        if error.retry_after_ms:
+            response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+        if error.row.http_status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        if allow:
+            response.headers["Allow"] = allow
+        return response
+
+
+def _status(error: PdserveError) -> int:
+    return 405 if error.reason == "method_not_allowed" else error.row.http_status
+
+
+def _http_error(exc: web.HTTPException, max_body: int) -> PdserveError:
+    """aiohttp's own refusals in our shape."""
+    if exc.status == 413:
+        return PayloadTooLarge("the body is too large", field="body", limit=f"{max_body} bytes")
+    if exc.status == 404:
+        return NotFound("there is no such path", reason="unknown_path")
+    if exc.status == 405:
+        return InvalidRequest("the method is not allowed here", reason="method_not_allowed", field="method")
+    if exc.status == 415:
+        return Unsupported("the content type is not supported", field="content-type")
+    return InvalidRequest("the request is malformed", field="body")
+
+
+def _known(error: BaseException) -> PdserveError:
+    if isinstance(error, PdserveError):
+        return error
+    _log.error("stream_failed", exc_info=error)
+    return PdserveError("internal error")
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def _health(report: Report) -> web.Response:
+    status = "ok" if report.ok else "unavailable"
+    return _json({"status": status, "failing": list(report.failing)}, status=200 if report.ok else 503)

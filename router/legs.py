@@ -1,0 +1,198 @@
+"""One attempt of one leg of a request at one worker: its reservation, its stream entry and its charge, as one value.
+
+    RESERVING -> RESERVED -> RUNNING -> OVER
+close() from any state gives back what that state holds: a reservation is cancelled (by attempt when its id never
+arrived), a running leg is told to stop. It is idempotent, and nothing of a closed leg reaches the request any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from enum import Enum
+from typing import Any, Protocol
+
+from protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.links import Link, split_tokens
+from router.worker import Charge, Worker
+from runtime import errors
+from runtime.errors import PdserveError, WorkerLost
+
+Spawn = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class State(Enum):
+    RESERVING = "reserving"
+    RESERVED = "reserved"
+    RUNNING = "running"
+    OVER = "over"
+
+
+class Owner(Protocol):
+    """The request a leg belongs to."""
+
+    def prefill_event(self, leg: PrefillLeg, event: prefill_pb2.PrefillEvent) -> None: ...
+
+    def decode_event(self, leg: DecodeLeg, event: decode_pb2.DecodeEvent) -> None: ...
+
+    def leg_lost(self, leg: PrefillLeg | DecodeLeg, error: PdserveError) -> None: ...
+
+    def step(self) -> None: ...
+
+    def next_sequences(self) -> list[int]: ...
+
+
+class _Leg:
+    name = ""
+
+    def __init__(self, owner: Owner, worker: Worker, ref: common_pb2.AttemptRef, charge: Charge, spawn: Spawn) -> None:
+        self.owner = owner
+        self.worker = worker
+        self.ref = ref
+        self.key = (ref.request_id, ref.attempt)
+        self.state = State.RESERVING
+        self.reservation_id = ""
+        self.charge = charge
+        self._spawn = spawn
+
+    async def reserve(self, router_id: str, needs: common_pb2.Needs, remaining_ms: int) -> PdserveError | None:
+        """None when the worker has booked the capacity; otherwise why not (and the leg is over)."""
+        request = common_pb2.ReserveRequest(ref=self.ref, router_id=router_id, needs=needs, remaining_ms=remaining_ms)
+        try:
+            reply = await self.worker.reserve(self.name, request)
+        except PdserveError as error:
+            self.close("reservation failed")
+            return error
+        if not reply.reservation_id:
+            self._end()
+            return errors.from_detail(reply.refusal)
+        if self.state is State.OVER:
+            self._give_back(reply.reservation_id)
+            return WorkerLost("the reservation came too late")
+        self.reservation_id = reply.reservation_id
+        self.state = State.RESERVED
+        return None
+
+    def over(self) -> None:
+        """The worker has ended the leg by itself."""
+        if self.state is State.RUNNING:
+            link = self.link
+            if link is not None:
+                link.detach(self.key)
+        self._end()
+
+    def close(self, reason: str) -> None:
+        state = self.state
+        self._end()
+        if state is State.RUNNING:
+            self._stop(reason)
+        elif state is not State.OVER:
+            self._give_back(self.reservation_id)
+
+    @property
+    def link(self) -> Any:
+        raise AssertionError("each leg has its link")
+
+    def _stop(self, reason: str) -> None:
+        raise AssertionError("each leg stops in its own words")
+
+    def _end(self) -> None:
+        self.state = State.OVER
+        self.charge.close()
+
+    def _give_back(self, reservation_id: str) -> None:
+        self._spawn(self.worker.cancel_reservation(self.name, reservation_id, self.ref))
+
+    # links.Leg
+
+    def on_step(self) -> None:
+        self.owner.step()
+
+    def next_sequence(self) -> list[int]:
+        return self.owner.next_sequences()
+
+    def _lost(self, error: PdserveError) -> bool:
+        if self.state is State.OVER:
+            return False
+        self._end()
+        return True
+
+
+class PrefillLeg(_Leg):
+    name = "prefill"
+    done = False
+
+    @property
+    def link(self) -> Link[prefill_pb2.PrefillCommand] | None:
+        return self.worker.prefill
+
+    def submit(self, work: common_pb2.WorkRequest) -> None:
+        """Raises WorkerLost."""
+        work.reservation_id = self.reservation_id
+        chunks = list(split_tokens(work))
+        link = self.link
+        if link is None:
+            raise WorkerLost("the prefill worker is gone")
+        link.attach(
+            self.key,
+            self,
+            prefill_pb2.PrefillCommand(submit=work),
+            *(prefill_pb2.PrefillCommand(tokens=chunk) for chunk in chunks),
+        )
+        self.state = State.RUNNING
+
+    def on_event(self, event: prefill_pb2.PrefillEvent) -> None:
+        self.owner.prefill_event(self, event)
+
+    def on_lost(self, error: PdserveError) -> None:
+        if self._lost(error):
+            self.owner.leg_lost(self, error)
+
+    def _stop(self, reason: str) -> None:
+        cancel = common_pb2.Cancel(ref=self.ref, reason=reason)
+        command = prefill_pb2.PrefillCommand(release=cancel) if self.done else prefill_pb2.PrefillCommand(cancel=cancel)
+        link = self.link
+        if link is not None and not link.detach(self.key, command):
+            self._give_back(self.reservation_id)
+
+
+class DecodeLeg(_Leg):
+    name = "decode"
+
+    @property
+    def link(self) -> Link[decode_pb2.DecodeCommand] | None:
+        return self.worker.decode
+
+    def submit(self, work: common_pb2.WorkRequest, *, local: bool) -> None:
+        """Raises WorkerLost. The attempt's number is its fence: a later attempt supersedes an earlier one at P."""
+        work.reservation_id = self.reservation_id
+        chunks = list(split_tokens(work))
+        submit = decode_pb2.DecodeSubmit(request=work, local=local, fence=self.ref.attempt)
+        link = self.link
+        if link is None:
+            raise WorkerLost("the decode worker is gone")
+        link.attach(
+            self.key,
+            self,
+            decode_pb2.DecodeCommand(submit=submit),
+            *(decode_pb2.DecodeCommand(tokens=chunk) for chunk in chunks),
+        )
+        self.state = State.RUNNING
+
+    def ticket(self, ticket: prefill_pb2.TicketIssued) -> None:
+        link = self.link
+        if link is not None and self.state is State.RUNNING:
+            command = decode_pb2.DecodeCommand(ticket=decode_pb2.DecodeTicket(ref=self.ref, ticket=ticket))
+            link.send(self.key, command)
+
+    def on_event(self, event: decode_pb2.DecodeEvent) -> None:
+        self.owner.decode_event(self, event)
+
+    def on_lost(self, error: PdserveError) -> None:
+        if self._lost(error):
+            self.owner.leg_lost(self, error)
+
+    def _stop(self, reason: str) -> None:
+        command = decode_pb2.DecodeCommand(cancel=common_pb2.Cancel(ref=self.ref, reason=reason))
+        link = self.link
+        if link is not None and not link.detach(self.key, command):
+            self._give_back(self.reservation_id)

@@ -1,0 +1,317 @@
+"""One long-lived stream per (worker, service), multiplexed over requests.
+
+A message carries every request's tokens of one engine step and is handed to the requests by plain calls: no queue and
+no task wake-up per request. Cancels and tickets overtake submissions. A lost stream is attached again within
+`reattach_s` to the same epoch with (request, attempt, next sequence); what the worker does not resume, or a worker that
+is gone for good (its port refuses), is lost to its requests at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+import structlog
+
+from protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from runtime.errors import PdserveError, WorkerLost
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+ACK_EVERY = 32
+TOKENS_PER_MESSAGE = 100_000
+"""Token ids are varints of at most 5 bytes: half a MiB, under the 1 MiB limit with everything else."""
+
+_RETRY_S = 0.05
+_EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  the stubs do not know it
+_log = structlog.get_logger("pdserve.router.links")
+
+Key = tuple[str, int]
+C = TypeVar("C", prefill_pb2.PrefillCommand, decode_pb2.DecodeCommand)
+D = TypeVar("D", bound=prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand, covariant=True)
+
+
+class Leg(Protocol):
+    """A request's attempt as a link sees it. None of these may block or await."""
+
+    def on_event(self, event: Any) -> None: ...
+
+    def on_step(self) -> None:
+        """Everything of one message has been delivered."""
+        ...
+
+    def on_lost(self, error: PdserveError) -> None: ...
+
+    def next_sequence(self) -> list[int]: ...
+
+
+class Service(Protocol[D]):
+    """What differs between the prefill and the decode stream."""
+
+    name: str
+
+    def open(self) -> Any: ...
+
+    def hello(self, hello: common_pb2.Hello) -> D: ...
+
+    def ack(self, ref: common_pb2.AttemptRef, next_sequence: list[int]) -> D | None: ...
+
+
+class Link(Generic[C]):
+    """The stream to one service of one worker. on_load gets every Load report; on_lost is called once, when the stream
+    will not come back."""
+
+    def __init__(
+        self,
+        service: Service[C],
+        router_id: str,
+        epoch: int,
+        reattach_s: float,
+        on_load: Callable[[common_pb2.Load], None],
+        on_lost: Callable[[PdserveError], None],
+        on_connected: Callable[[], None],
+    ) -> None:
+        self._service: Service[C] = service
+        self._router_id = router_id
+        self._epoch = epoch
+        self._reattach_s = reattach_s
+        self._on_load = on_load
+        self._on_lost = on_lost
+        self._on_connected = on_connected
+        self._legs: dict[Key, Leg] = {}
+        self._unacked: dict[Key, int] = {}
+        self._urgent: deque[C] = deque()
+        self._submissions: deque[C] = deque()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._lost_at: float | None = None
+        self.connected = asyncio.Event()
+        self.closed = False
+
+    @property
+    def legs(self) -> int:
+        return len(self._legs)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._live(), name=f"link-{self._service.name}")
+
+    async def close(self, error: PdserveError | None = None) -> None:
+        """End the stream; its requests are told. Idempotent."""
+        self.closed = True
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._lose_all(error or WorkerLost("the worker left"))
+
+    def attach(self, key: Key, leg: Leg, *commands: C) -> None:
+        """Send a request's first commands and take its events from now on. Raises WorkerLost when there is no way."""
+        if self.closed:
+            raise WorkerLost("the worker is gone")
+        self._legs[key] = leg
+        self._submissions.extend(commands)
+        self._wake.set()
+
+    def detach(self, key: Key, *last: C) -> bool:
+        """The request is over here: later events of it are late and dropped. `last` tells the worker.
+
+        False when the submission never left: it is taken back, and the worker knows nothing but its reservation.
+        """
+        self._legs.pop(key, None)
+        self._unacked.pop(key, None)
+        waiting = [command for command in self._submissions if _key_of(command) == key]
+        if waiting:
+            self._submissions = deque(command for command in self._submissions if _key_of(command) != key)
+            if any(command.HasField("submit") for command in waiting):
+                return False
+        self.send(key, *last)
+        return True
+
+    def send(self, key: Key, *commands: C) -> None:
+        """Ahead of waiting submissions (but never of the request's own), in order among themselves."""
+        if not commands or self.closed:
+            return
+        (self._submissions if self._unsent(key) else self._urgent).extend(commands)
+        self._wake.set()
+
+    async def _live(self) -> None:
+        while not self.closed:
+            try:
+                await self._stream()
+                error: PdserveError = WorkerLost("the worker ended its stream")
+                gone = False
+            except grpc.aio.AioRpcError as exc:
+                gone = _is_gone(exc)
+                error = WorkerLost("the worker's stream broke")
+            self.connected.clear()
+            if gone or self._too_late():
+                self.closed = True
+                self._lose_all(error)
+                self._on_lost(error)
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    def _too_late(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        if self._lost_at is None:
+            self._lost_at = now
+        return now - self._lost_at >= self._reattach_s
+
+    async def _stream(self) -> None:
+        """One call from Hello to its end."""
+        call = self._service.open()
+        resumed = dict(self._legs)
+        try:
+            resume = [
+                common_pb2.Resume(
+                    ref=common_pb2.AttemptRef(request_id=key[0], attempt=key[1]), next_sequence=leg.next_sequence()
+                )
+                for key, leg in resumed.items()
+                if not self._unsent(key)
+            ]
+            hello = common_pb2.Hello(
+                router_id=self._router_id,
+                worker_epoch=self._epoch,
+                protocol_min=PROTOCOL_MIN,
+                protocol_max=PROTOCOL_MAX,
+                resume=resume,
+            )
+            await call.write(self._service.hello(hello))
+            asked = {(entry.ref.request_id, entry.ref.attempt) for entry in resume}
+            await self._read(call, asked)
+        finally:
+            call.cancel()
+
+    def _unsent(self, key: Key) -> bool:
+        """A submission still waiting here was never seen by the worker: there is nothing to resume."""
+        return any(_key_of(command) == key for command in self._submissions)
+
+    async def _read(self, call: Any, asked: set[Key]) -> None:
+        writer: asyncio.Task[None] | None = None
+        try:
+            async for message in _messages(call):
+                if message.events and message.events[0].HasField("welcome"):
+                    self._welcome(message.events[0].welcome, asked)
+                    writer = asyncio.create_task(self._write(call))
+                self._deliver(message)
+        finally:
+            if writer is not None:
+                writer.cancel()
+                with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await writer
+
+    def _welcome(self, welcome: common_pb2.Welcome, asked: set[Key]) -> None:
+        self._lost_at = None
+        self.connected.set()
+        self._on_connected()
+        resumed = {(ref.request_id, ref.attempt) for ref in welcome.resumed}
+        for key in asked - resumed:
+            self._lose(key, WorkerLost("the worker no longer knows the request"))
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            while self._urgent or self._submissions:
+                queue = self._urgent or self._submissions
+                command = queue.popleft()
+                await call.write(command)
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _deliver(self, message: Any) -> None:
+        """The hot path: every event of one engine step, straight to its request."""
+        touched: dict[Key, Leg] = {}
+        for event in message.events:
+            key = (event.ref.request_id, event.ref.attempt)
+            leg = self._legs.get(key)
+            if leg is None:
+                continue  # late, or of a superseded attempt
+            try:
+                leg.on_event(event)
+            except Exception as exc:  # noqa: BLE001  RPC boundary: one request's fault must not end the others'
+                self._isolate(key, exc)
+                continue
+            touched[key] = leg
+        for key, leg in touched.items():
+            try:
+                leg.on_step()
+            except Exception as exc:  # noqa: BLE001  as above
+                self._isolate(key, exc)
+            self._acknowledge(key, leg)
+        if message.HasField("load"):
+            self._on_load(message.load)
+
+    def _acknowledge(self, key: Key, leg: Leg) -> None:
+        if key not in self._legs:
+            return
+        count = self._unacked.get(key, 0) + 1
+        if count < ACK_EVERY:
+            self._unacked[key] = count
+            return
+        self._unacked[key] = 0
+        ref = common_pb2.AttemptRef(request_id=key[0], attempt=key[1])
+        ack = self._service.ack(ref, leg.next_sequence())
+        if ack is not None:
+            self.send(key, ack)
+
+    def _isolate(self, key: Key, exc: Exception) -> None:
+        _log.error("request_handler_failed", request_id=key[0], exc_info=exc)
+        self._lose(key, exc if isinstance(exc, PdserveError) else PdserveError("internal error"))
+
+    def _lose(self, key: Key, error: PdserveError) -> None:
+        leg = self._legs.pop(key, None)
+        self._unacked.pop(key, None)
+        if leg is not None:
+            leg.on_lost(error)
+
+    def _lose_all(self, error: PdserveError) -> None:
+        self._urgent.clear()
+        self._submissions.clear()
+        for key in list(self._legs):
+            self._lose(key, error)
+
+
+async def _messages(call: Any) -> AsyncIterator[Any]:
+    while True:
+        message = await call.read()
+        if message is _EOF:
+            return
+        yield message
+
+
+def _is_gone(exc: grpc.aio.AioRpcError) -> bool:
+    """Nobody listens any more, or somebody else does: waiting cannot help."""
+    if exc.code() is grpc.StatusCode.UNAVAILABLE:
+        return "refused" in (exc.details() or "").lower()
+    return exc.code() in (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+    )
+
+
+def _key_of(command: Any) -> Key | None:
+    """The request a queued command belongs to."""
+    kind = command.WhichOneof("command")
+    body = getattr(command, kind)
+    ref = body.request.ref if isinstance(body, decode_pb2.DecodeSubmit) else body.ref
+    return (ref.request_id, ref.attempt)
+
+
+def split_tokens(work: common_pb2.WorkRequest) -> Iterator[common_pb2.TokenChunk]:
+    """Leave the first part of the tokens in `work` and yield the rest, so that no message passes 1 MiB."""
+    tokens = list(work.tokens)
+    if len(tokens) <= TOKENS_PER_MESSAGE:
+        return
+    del work.tokens[TOKENS_PER_MESSAGE:]
+    work.more_tokens = True
+    for offset in range(TOKENS_PER_MESSAGE, len(tokens), TOKENS_PER_MESSAGE):
+        part = tokens[offset : offset + TOKENS_PER_MESSAGE]
+        yield common_pb2.TokenChunk(
+            ref=work.ref, offset=offset, tokens=part, more=offset + TOKENS_PER_MESSAGE < len(tokens)
+        )

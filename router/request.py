@@ -1,0 +1,109 @@
+"""The values a request is made of on its way through the router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from protos.v1 import common_pb2, inference_pb2
+from router.params import Params
+from router.progress import Delta, Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One prompt, ready for workers. deadline: on the router's monotonic clock, seconds. `label`: the client's own
+    name for the request, for logs only. `scoring`: only the prompt's log-probabilities are wanted."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    params: Params
+    sampling: common_pb2.Sampling
+    salt: bytes
+    deadline: float
+    arrived: float
+    tenant: str
+    label: str = ""
+    traceparent: str = ""
+    scoring: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and answer together at most."""
+        return len(self.tokens) + self.sampling.max_tokens
+
+
+class Reply(Protocol):
+    """Who takes the answer. Called on the event loop from the worker streams' callbacks; must not block or raise.
+
+    Order: prompt_logprobs*, then per choice delta* finished; step() after everything one worker message brought.
+    """
+
+    def delta(self, delta: Delta) -> None: ...
+
+    def finished(self, finish: Finish) -> None: ...
+
+    def prompt_logprobs(self, offset: int, entries: Sequence[common_pb2.TokenLogprob]) -> None: ...
+
+    def step(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Seconds and facts of one request, filled in as it goes; every duration is of one process's monotonic clock."""
+
+    render_s: float = 0.0
+    queue_s: float = 0.0
+    route_s: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    prefill_attempts: int = 0
+    decode_attempts: int = 0
+    prefill: common_pb2.StageTimes = field(default_factory=common_pb2.StageTimes)
+    handoff: common_pb2.StageTimes = field(default_factory=common_pb2.StageTimes)
+    decode: common_pb2.StageTimes = field(default_factory=common_pb2.StageTimes)
+
+    def wire(self) -> inference_pb2.Ledger:
+        source = self.prefill if self.prefill_worker != self.decode_worker else self.decode
+        return inference_pb2.Ledger(
+            render_s=self.render_s,
+            queue_s=self.queue_s,
+            route_s=self.route_s,
+            prefill_s=source.prefill_s,
+            handoff_wait_s=self.handoff.handoff_wait_s or self.decode.handoff_wait_s,
+            transfer_s=self.handoff.transfer_s or self.decode.transfer_s,
+            first_token_s=self.first_token_s,
+            decode_s=self.decode.decode_s,
+            total_s=self.total_s,
+            prefill_worker=self.prefill_worker,
+            decode_worker=self.decode_worker,
+            prefill_pid=source.pid,
+            decode_pid=self.decode.pid or self.handoff.pid,
+            transfer_bytes=self.handoff.transfer_bytes or self.decode.transfer_bytes,
+            transfer_pages=self.handoff.transfer_pages or self.decode.transfer_pages,
+            recomputed_tokens=max(self.handoff.recomputed_tokens, self.decode.recomputed_tokens),
+            transport=self.handoff.transport or self.decode.transport,
+            prefill_attempts=self.prefill_attempts,
+            decode_attempts=self.decode_attempts,
+            checksum_s=self.handoff.checksum_s or self.decode.checksum_s,
+        )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the worker which ran the prompt did not have to compute: counted once."""
+        source = self.prefill if self.prefill_worker != self.decode_worker else self.decode
+        return source.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended well. Everything else is a PdserveError."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    ledger: inference_pb2.Ledger
+    cumulative_logprobs: tuple[float, ...] = ()

@@ -1,0 +1,124 @@
+"""What the router counts and logs: one outcome and one ledger per call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import structlog
+
+from router.request import Outcome
+from runtime.errors import Cancelled, PdserveError
+from runtime.metrics import Metrics
+
+STAGES = ("render_s", "queue_s", "route_s", "prefill_s", "handoff_wait_s", "transfer_s", "decode_s", "checksum_s")
+_log = structlog.get_logger("pdserve.router.requests")
+
+
+class Record:
+    """The one outcome of a call: set by completed(), or by the exception that leaves the block."""
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.outcomes: Sequence[Outcome] = ()
+
+    def completed(self, request_id: str, outcomes: Sequence[Outcome]) -> None:
+        self.request_id = request_id
+        self.outcomes = outcomes
+
+
+class Stats:
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._requests = metrics.counter("pdserve_requests", "Calls by their one terminal event", ["outcome", "reason"])
+        self._errors = metrics.counter("pdserve_error_answers", "Error answers by reason", ["reason"])
+        self._inflight = metrics.gauge("pdserve_requests_inflight", "Calls being answered")
+        self._ttft = metrics.histogram("pdserve_ttft_seconds", "Arrival to first token")
+        self._itl = metrics.histogram("pdserve_itl_seconds", "Mean time between tokens of a request")
+        self._stage = metrics.histogram("pdserve_stage_seconds", "Seconds of each stage of a request", ["stage"])
+        self._prompt = metrics.counter("pdserve_prompt_tokens", "Prompt tokens of completed requests", ["source"])
+        self._completion = metrics.counter("pdserve_completion_tokens", "Tokens of completed answers")
+        self._moved = metrics.counter("pdserve_transfer_bytes", "Bytes moved between workers")
+        self._clients = metrics.counter("pdserve_router_client_events", "Slow or vanished clients", ["event"])
+
+    def refused(self, error: PdserveError) -> None:
+        """An error answer over HTTP or gRPC, whether the call was dispatched or not."""
+        self._errors.labels(_bounded(error.reason)).inc()
+
+    def slow_client(self) -> None:
+        self._clients.labels("slow").inc()
+
+    @contextmanager
+    def request(self, tenant: str, label: str) -> Iterator[Record]:
+        """One call: exactly one outcome is counted on leaving, whichever way."""
+        record = Record()
+        self._inflight.inc()
+        try:
+            yield record
+        except asyncio.CancelledError:
+            self._requests.labels("cancelled", "cancelled").inc()
+            _log.info("request", outcome="cancelled", tenant=tenant, label=label)
+            raise
+        except PdserveError as error:
+            outcome = _outcome(error)
+            self._requests.labels(outcome, _bounded(error.reason)).inc()
+            _log.info("request", outcome=outcome, reason=error.reason, tenant=tenant, label=label)
+            raise
+        else:
+            self._requests.labels("completed", "").inc()
+            self._completed(record, tenant, label)
+        finally:
+            self._inflight.dec()
+
+    def _completed(self, record: Record, tenant: str, label: str) -> None:
+        for outcome in record.outcomes:
+            ledger = outcome.ledger
+            self._ttft.observe(max(0.0, ledger.first_token_s))
+            if outcome.completion_tokens > 1:
+                self._itl.observe(max(0.0, (ledger.total_s - ledger.first_token_s) / (outcome.completion_tokens - 1)))
+            for stage in STAGES:
+                self._stage.labels(stage.removesuffix("_s")).observe(max(0.0, getattr(ledger, stage)))
+            self._prompt.labels("cached").inc(outcome.cached_tokens)
+            self._prompt.labels("computed").inc(outcome.prompt_tokens - outcome.cached_tokens)
+            self._completion.inc(outcome.completion_tokens)
+            self._moved.inc(ledger.transfer_bytes)
+            _log.info(
+                "request",
+                outcome="completed",
+                request_id=record.request_id,
+                tenant=tenant,
+                label=label,
+                prompt_tokens=outcome.prompt_tokens,
+                completion_tokens=outcome.completion_tokens,
+                cached_tokens=outcome.cached_tokens,
+                ledger={field.name: value for field, value in ledger.ListFields()},
+            )
+
+
+def _outcome(error: PdserveError) -> str:
+    """The terminal event's name: rejected, cancelled, deadline or failed."""
+    status = error.row.http_status
+    if isinstance(error, Cancelled):
+        return "cancelled"
+    if status == 504:
+        return "deadline"
+    return "rejected" if status < 500 or error.reason in _REJECTIONS else "failed"
+
+
+_REJECTIONS = frozenset(
+    {
+        "no_prefill_worker",
+        "no_decode_worker",
+        "no_compatible_decode_worker",
+        "queue_full",
+        "queue_timeout",
+        "overloaded",
+        "draining",
+    }
+)
+
+
+def _bounded(reason: str) -> str:
+    """A reason comes from a worker sometimes: keep the label's cardinality in hand."""
+    return reason if len(reason) <= 64 and reason.replace("_", "").isalnum() else "other"

@@ -1,0 +1,151 @@
+"""Who calls, what they may hold, and the salt their cache entries live under.
+
+A key is known only by its SHA-256. The effective salt is made here from the authenticated tenant, a client's own value
+is only mixed in, and every field is length-prefixed, so ("ab", "") and ("a", "b") never meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runtime.config import Config
+from runtime.errors import InvalidRequest, QuotaExceeded, Saturated, Unauthenticated
+
+RETRY_AFTER_MS = 1000
+_EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """max_inflight: prompts in flight at once; 0 = only the router's own limit."""
+
+    name: str
+    max_inflight: int = 0
+
+
+OPEN = Tenant("default")
+
+
+class Keys:
+    """The configured keys, or none: then everybody is the one open tenant."""
+
+    def __init__(self, tenants: dict[str, Tenant] | None) -> None:
+        self._tenants = tenants
+
+    @classmethod
+    def load(cls, config: Config) -> Keys:
+        """Raises InvalidRequest (field "api_keys_file") for anything but a mapping of digests to tenants."""
+        if not config.api_keys_file:
+            return cls(None)
+        try:
+            content = yaml.safe_load(Path(config.api_keys_file).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as exc:
+            raise _bad("the file of API keys cannot be read") from exc
+        if not isinstance(content, dict) or not content:
+            raise _bad("the file of API keys holds no keys")
+        return cls({_digest(key): _tenant(value) for key, value in content.items()})
+
+    @property
+    def required(self) -> bool:
+        return self._tenants is not None
+
+    def tenant(self, authorization: str) -> Tenant:
+        """From an Authorization header ("Bearer <key>"). Raises Unauthenticated.
+
+        Looks at every key, whatever matches."""
+        if self._tenants is None:
+            return OPEN
+        scheme, _, key = authorization.partition(" ")
+        presented = hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).hexdigest()
+        found: Tenant | None = None
+        for digest, tenant in self._tenants.items():
+            if hmac.compare_digest(digest, presented):
+                found = tenant
+        if found is None or scheme.lower() != "bearer" or not key.strip():
+            raise Unauthenticated("a valid API key is required", reason="invalid_api_key")
+        return found
+
+
+class Salts:
+    """effective salt = HMAC(server secret, length-prefixed tenant and client salt)."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode() or secrets.token_bytes(32)
+
+    def of(self, tenant: Tenant, client_salt: str) -> bytes:
+        message = b"".join(
+            len(part).to_bytes(8, "little") + part for part in (tenant.name.encode(), client_salt.encode())
+        )
+        return hmac.new(self._secret, message, hashlib.sha256).digest()
+
+
+class Permits:
+    """Prompts in flight, in all and per tenant. hold() is the permit: it is returned on every way out."""
+
+    def __init__(self, max_inflight: int) -> None:
+        self._max = max_inflight
+        self._held: dict[str, int] = {}
+        self._returned = asyncio.Event()
+
+    @property
+    def inflight(self) -> int:
+        return sum(self._held.values())
+
+    @contextmanager
+    def hold(self, tenant: Tenant, count: int) -> Iterator[None]:
+        """Raises QuotaExceeded (the tenant's limit) or Saturated (the router's)."""
+        mine = self._held.get(tenant.name, 0)
+        if tenant.max_inflight and mine + count > tenant.max_inflight:
+            raise QuotaExceeded(
+                "your requests in flight are at their limit",
+                limit=f"{tenant.max_inflight} prompts",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        if self.inflight + count > self._max:
+            raise Saturated("the router is at its limit", reason="overloaded", retry_after_ms=RETRY_AFTER_MS)
+        self._held[tenant.name] = mine + count
+        try:
+            yield
+        finally:
+            self._held[tenant.name] -= count
+            if not self._held[tenant.name]:
+                del self._held[tenant.name]
+            self._returned.set()
+
+    async def idle(self) -> None:
+        """Return when nothing is in flight."""
+        while self.inflight:
+            self._returned.clear()
+            await self._returned.wait()
+
+
+def _digest(key: Any) -> str:
+    if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
+        raise _bad("a key must be given as the 64 hex digits of its SHA-256")
+    if key == _EMPTY:
+        raise _bad("the empty key is not a key")
+    return key
+
+
+def _tenant(value: Any) -> Tenant:
+    known = isinstance(value, dict) and set(value) <= {"tenant", "max_inflight"}
+    name = value.get("tenant") if known else None
+    limit = value.get("max_inflight", 0) if known else None
+    if not isinstance(name, str) or not name or type(limit) is not int or limit < 0:
+        raise _bad("a key maps to `tenant` (a name) and optionally `max_inflight` (a count)")
+    return Tenant(name, limit)
+
+
+def _bad(message: str) -> InvalidRequest:
+    return InvalidRequest(message, field="api_keys_file")

@@ -1,0 +1,245 @@
+"""One worker as the router holds it: its channel, its two streams, what it last said, and what is in flight there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from protos.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    kvsource_pb2,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    registry_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from router.links import Link
+from router.policy import Role, WorkerState
+from runtime import rpc
+from runtime.config import Config
+from runtime.errors import PdserveError
+
+ROLES = {common_pb2.ROLE_PREFILL: Role.PREFILL, common_pb2.ROLE_DECODE: Role.DECODE, common_pb2.ROLE_BOTH: Role.BOTH}
+DESCRIBE_TIMEOUT_S = 5.0
+RESERVE_TIMEOUT_S = 5.0
+
+
+class PrefillService:
+    """The prefill stream's own words."""
+
+    name = "prefill"
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub: Any = prefill_pb2_grpc.PrefillStub(channel)
+
+    def open(self) -> Any:
+        return self.stub.Open()
+
+    def hello(self, hello: common_pb2.Hello) -> prefill_pb2.PrefillCommand:
+        return prefill_pb2.PrefillCommand(hello=hello)
+
+    def ack(self, ref: common_pb2.AttemptRef, next_sequence: list[int]) -> None:
+        del ref, next_sequence  # nothing to forget before the leg is done
+
+
+class DecodeService:
+    """The decode stream's own words."""
+
+    name = "decode"
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub: Any = decode_pb2_grpc.DecodeStub(channel)
+
+    def open(self) -> Any:
+        return self.stub.Open()
+
+    def hello(self, hello: common_pb2.Hello) -> decode_pb2.DecodeCommand:
+        return decode_pb2.DecodeCommand(hello=hello)
+
+    def ack(self, ref: common_pb2.AttemptRef, next_sequence: list[int]) -> decode_pb2.DecodeCommand:
+        return decode_pb2.DecodeCommand(ack=decode_pb2.Ack(ref=ref, next_sequence=next_sequence))
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """What one request adds to a worker's load in this router's forecast. Closed once, by its owner."""
+
+    worker: Worker
+    prefill_tokens: int
+    requests: int
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.worker.inflight_prefill_tokens -= self.prefill_tokens
+        self.worker.inflight_requests -= self.requests
+        self.prefill_tokens = self.requests = 0
+
+
+class Worker:
+    """Owned by the fleet. `facts` is None until Describe has answered and everything fits."""
+
+    def __init__(
+        self,
+        record: registry_pb2.WorkerRecord,
+        config: Config,
+        router_id: str,
+        on_change: Callable[[], None],
+        on_lost: Callable[[Worker], None],
+    ) -> None:
+        self.record = record
+        self.facts: worker_pb2.DescribeReply | None = None
+        self.inflight_prefill_tokens = 0
+        self.inflight_requests = 0
+        self.served = 0
+        self._load = common_pb2.Load()
+        self._config = config
+        self._router_id = router_id
+        self._on_change = on_change
+        self._on_lost = on_lost
+        self._channel = rpc.channel(record.address, config)
+        self._prefill_service = PrefillService(self._channel)
+        self._decode_service = DecodeService(self._channel)
+        self.prefill: Link[prefill_pb2.PrefillCommand] | None = None
+        self.decode: Link[decode_pb2.DecodeCommand] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.record.worker_id
+
+    @property
+    def role(self) -> Role | None:
+        return ROLES.get(self.record.role)
+
+    @property
+    def group(self) -> str:
+        return layout_group(self.facts.layout) if self.facts is not None else ""
+
+    @property
+    def has_slots(self) -> bool:
+        return self.facts is not None and any(not part.paged for part in self.facts.layout.components)
+
+    async def describe(self) -> worker_pb2.DescribeReply:
+        """Raises PdserveError."""
+        stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
+        with rpc.translated():
+            reply: worker_pb2.DescribeReply = await stub.Describe(
+                worker_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S
+            )
+        return reply
+
+    def connect(self, facts: worker_pb2.DescribeReply) -> None:
+        """Open the streams its role needs. Called again when the role changes."""
+        self.facts = facts
+        role = self.role
+        if role is not Role.DECODE and self.prefill is None:
+            self.prefill = self._link(self._prefill_service, facts.epoch)
+        if role is not Role.PREFILL and self.decode is None:
+            self.decode = self._link(self._decode_service, facts.epoch)
+        self.reported(facts.load)
+
+    def reported(self, load: common_pb2.Load) -> None:
+        """A load report from a stream, a record or Describe; an older one than the newest is ignored."""
+        if load.sequence < self._load.sequence:
+            return
+        freer = (
+            load.pages_free > self._load.pages_free
+            or load.running < self._load.running
+            or load.waiting < self._load.waiting
+            or load.queued_prefill_tokens < self._load.queued_prefill_tokens
+        )
+        self._load.CopyFrom(load)
+        if freer:
+            self._on_change()
+
+    def charge(self, *, prefill_tokens: int = 0, requests: int = 0) -> Charge:
+        self.inflight_prefill_tokens += prefill_tokens
+        self.inflight_requests += requests
+        self.served += 1
+        return Charge(self, prefill_tokens, requests)
+
+    def state(self) -> WorkerState:
+        return WorkerState(
+            worker_id=self.id,
+            role=self.role or Role.BOTH,
+            usable=self._usable(),
+            prefill_load=max(self._load.queued_prefill_tokens, self.inflight_prefill_tokens),
+            decode_load=max(self._load.running + self._load.waiting, self.inflight_requests),
+            pages_free=self._load.pages_free,
+            max_model_len=self.facts.max_model_len if self.facts else 0,
+            group=self.group,
+            served=self.served,
+        )
+
+    def _usable(self) -> bool:
+        record = self.record
+        if self.facts is None or self.role is None or not record.ready or record.draining or not record.address:
+            return False
+        needed: list[Link[Any] | None] = []
+        if self.role is not Role.DECODE:
+            needed.append(self.prefill)
+        if self.role is not Role.PREFILL:
+            needed.append(self.decode)
+        return all(link is not None and link.connected.is_set() for link in needed)
+
+    async def reserve(self, leg: str, request: common_pb2.ReserveRequest) -> common_pb2.ReserveReply:
+        """leg: "prefill" or "decode". Raises PdserveError when the worker does not answer."""
+        stub = self._stub(leg)
+        timeout = min(RESERVE_TIMEOUT_S, request.remaining_ms / 1000)
+        with rpc.translated():
+            reply: common_pb2.ReserveReply = await stub.Reserve(request, timeout=timeout)
+        return reply
+
+    async def cancel_reservation(self, leg: str, reservation_id: str, ref: common_pb2.AttemptRef) -> None:
+        """Idempotent. A worker that does not answer lets the reservation expire by itself."""
+        request = common_pb2.CancelReservationRequest(reservation_id=reservation_id, ref=ref)
+        try:
+            with rpc.translated():
+                await self._stub(leg).CancelReservation(request, timeout=RESERVE_TIMEOUT_S)
+        except PdserveError:
+            return
+
+    def _stub(self, leg: str) -> Any:
+        return (self._prefill_service if leg == "prefill" else self._decode_service).stub
+
+    def _link(self, service: Any, epoch: int) -> Link[Any]:
+        link: Link[Any] = Link(
+            service,
+            self._router_id,
+            epoch,
+            self._config.reattach_s,
+            on_load=self.reported,
+            on_lost=lambda _: self._on_lost(self),
+            on_connected=self._on_change,
+        )
+        link.start()
+        return link
+
+    async def disconnect(self, error: PdserveError) -> None:
+        """Close both streams; their requests are told. The worker may be connected again."""
+        links = [link for link in (self.prefill, self.decode) if link is not None]
+        self.prefill = self.decode = None
+        self.facts = None
+        for link in links:
+            await link.close(error)
+
+    async def close(self, error: PdserveError) -> None:
+        await self.disconnect(error)
+        await self._channel.close(None)
+
+
+def layout_group(layout: kvsource_pb2.Layout) -> str:
+    """Workers with equal values may exchange pages; parallel sizes may differ. Readable, for the refusal's text."""
+    parts = [
+        f"{part.name}:{part.units}x{part.layers}x{part.rows}x{part.tokens}x{part.token_bytes}:{part.dtype}:{part.codec}"
+        for part in layout.components
+    ]
+    return (
+        f"v{layout.version} page={layout.page_tokens} chunk={layout.chunk_tokens} "
+        f"checksum={layout.checksum} {' '.join(sorted(parts))}"
+    )
