@@ -146,9 +146,10 @@ class Scheduler:
         """The next step, or None when nothing can run now."""
         assert not self._in_flight, "the last step has not landed"
         self._expire(now)
-        decode = self._grow()
+        stalled = self._grow()
         self._admit(now)
-        rows = [self._row(seq, len(seq.tokens)) for seq in self._running if seq.id in decode]
+        decoding = [seq for seq in self._running if seq.phase is Phase.RUNNING and seq.decoding]
+        rows = [self._row(seq, len(seq.tokens)) for seq in decoding if seq.id not in stalled]
         rows += self._chunks(len(rows))
         copies = self._take_copies()
         if not rows and not copies:
@@ -197,10 +198,10 @@ class Scheduler:
             self.fail(request, DeadlineExceeded("the request's time was over before it was complete"))
 
     def _grow(self) -> set[int]:
-        """Ids of the sequences that decode in this step: each has room for its token."""
+        """Make room for every decode's token; ids of those that must wait for it."""
         wanting = [seq for seq in self._running if seq.phase is Phase.RUNNING and seq.decoding]
         wanting.sort(key=lambda seq: seq.order)
-        return {seq.id for seq in wanting if seq.phase is Phase.RUNNING and self._room(seq)}
+        return {seq.id for seq in wanting if seq.phase is Phase.RUNNING and not self._room(seq)}
 
     def _room(self, seq: Sequence) -> bool:
         """A page for the next token, from the pool or from whoever came last. That one waits for a page instead of
