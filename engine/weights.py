@@ -190,9 +190,8 @@ class RandomWeights:
         self._seed = seed
 
     def get(self, name: str, shape: Shape) -> torch.Tensor:
-        generator = torch.Generator(device="cpu").manual_seed(
-            ((self._seed << 32) ^ zlib.crc32(name.encode())) % (1 << 63)
-        )
+        # the CPU generator looks at the low 32 bits of its seed only
+        generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
         value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 0.1
         return value + 1.0 if name.endswith("norm.weight") else value
 
