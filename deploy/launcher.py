@@ -29,7 +29,7 @@ from runtime.config import Config
 from runtime.errors import PdserveError
 
 ROUTER_GRACE_S = 5.0
-RAY_GRACE_S = 6.0
+RAY_GRACE_S = 3.0
 
 
 class Failed(Exception):

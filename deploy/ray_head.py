@@ -42,6 +42,7 @@ def environment(base: dict[str, str], folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else it waits 30 s for actors that never end by themselves
         "RAY_DISABLE_IMPORT_WARNING": "1",
         "RAY_DEDUP_LOGS": "0",
         "PYTHONUNBUFFERED": "1",

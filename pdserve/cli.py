@@ -12,7 +12,7 @@ import click
 from deploy.supervisor import EXIT_REFUSED
 from pdserve.flags import configured
 from runtime.config import Config
-from runtime.errors import InvalidRequest, PdserveError
+from runtime.errors import InvalidRequest, NotFound, PdserveError
 
 
 class _Group(click.Group):
@@ -24,7 +24,7 @@ class _Group(click.Group):
         except PdserveError as error:
             key = f"{error.field}: " if error.field and not error.message.startswith(error.field) else ""
             click.echo(f"pdserve: {key}{error.message}", err=True)
-            sys.exit(EXIT_REFUSED if isinstance(error, InvalidRequest) else 1)
+            sys.exit(EXIT_REFUSED if isinstance(error, InvalidRequest | NotFound) else 1)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "show_default": False})
@@ -103,9 +103,9 @@ def router_command(config: Config) -> None:
 @configured
 def worker(config: Config) -> None:
     """Run one worker alone (in the foreground); --registry says where it announces itself."""
-    from pdserve.worker import serve
+    from pdserve.worker import main as run
 
-    asyncio.run(serve(config))
+    sys.exit(run(config))
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})

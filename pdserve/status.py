@@ -16,7 +16,7 @@ from runtime.config import Config
 from runtime.errors import InvalidRequest
 
 _ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode", common_pb2.ROLE_BOTH: "both"}
-COLUMNS = ("worker", "role", "state", "running", "waiting", "pages free", "cached", "leases", "pid", "epoch", "address")
+COLUMNS = ("worker", "role", "state", "run", "wait", "pages free", "cached", "leases", "pid", "address", "epoch")
 
 
 def router_address(config: Config, given: str) -> str:
@@ -72,13 +72,15 @@ def _state(record: registry_pb2.WorkerRecord) -> str:
 
 def _print(address: str, serving: bool, rows: Sequence[dict[str, Any]]) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # nothing is cut where nobody sees the window
     word = "[green]serving[/]" if serving else "[yellow]not serving[/]"
     console.print(f"router {address}: {word}", highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, no_wrap=True)
     for one in rows:
         pages = f"{one['pages_free']}/{one['pages_total']}"
         values = (one["worker"], one["role"], one["state"], one["running"], one["waiting"], pages, one["pages_cached"])
-        table.add_row(*map(str, (*values, one["leases"], one["pid"], one["epoch"], one["address"])))
+        table.add_row(*map(str, (*values, one["leases"], one["pid"], one["address"], one["epoch"])))
     console.print(table)

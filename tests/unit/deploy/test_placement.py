@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from deploy.placement import NODE, child_env, plan, settings_of, worker_env
+from runtime.config import Config
+from runtime.errors import InvalidRequest
+
+
+def config(**keys: object) -> Config:
+    return Config.load(keys)
+
+
+def test_every_worker_gets_a_name_a_role_and_its_share_of_the_cores() -> None:
+    specs = plan(config(prefill=2, decode=1, both=1), "127.0.0.1:9", cores=8, gpus=0)
+    assert [(one.name, one.settings["role"], one.threads) for one in specs] == [
+        ("prefill-0", "prefill", 2),
+        ("prefill-1", "prefill", 2),
+        ("decode-0", "decode", 2),
+        ("both-0", "both", 2),
+    ]
+    assert {one.settings["registry"] for one in specs} == {"127.0.0.1:9"}
+    assert {one.gpus for one in specs} == {0.0}
+
+
+def test_workers_share_too_few_gpus_evenly() -> None:
+    assert [one.gpus for one in plan(config(prefill=1, decode=2), "r:1", cores=4, gpus=1)] == [0.33] * 3
+    assert [one.gpus for one in plan(config(), "r:1", cores=4, gpus=8)] == [1.0, 1.0]
+    assert [one.gpus for one in plan(config(device="cpu"), "r:1", cores=4, gpus=8)] == [0.0, 0.0]
+
+
+def test_in_a_joined_cluster_threads_are_decided_where_the_cores_are_known() -> None:
+    spec = plan(config(address="10.0.0.1:6379"), "r:1", cores=64, gpus=0)[0]
+    assert (spec.threads, spec.cpus) == (0, 1.0)
+    assert plan(config(address="10.0.0.1:6379", threads=8), "r:1", cores=2, gpus=0)[0].cpus == 8.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "field"),
+    [
+        ({"prefill": 0}, "prefill"),
+        ({"decode": 0}, "prefill"),
+        ({"role": "decode"}, "role"),
+        ({"worker_id": "me"}, "worker_id"),
+        ({"advertise": "h:1"}, "advertise"),
+        ({"transport": "inprocess"}, "transport"),
+        ({"listen": "127.0.0.1:7000"}, "listen"),
+        ({"listen": f"{NODE}:0"}, "listen"),
+        ({"address": "10.0.0.1:6379", "grpc_listen": "0.0.0.0:9000"}, "grpc_listen"),
+    ],
+)
+def test_what_up_cannot_honour_is_refused_by_its_key(keys: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        plan(config(**keys), "r:1", cores=2, gpus=0)
+    assert caught.value.field == field
+
+
+def test_a_child_sees_the_configuration_of_up_and_no_variable_of_the_shell() -> None:
+    shell = {"PATH": "/bin", "PDSERVE_MODEL": "other", "PDSERVE_CONFIG_FILE": "x.yaml", "PDSERVE_FAULTS": "a=delay"}
+    env = child_env(shell, settings_of(config(model="oracle", compile=True)))
+    assert env == {"PATH": "/bin", "PDSERVE_FAULTS": "a=delay", "PDSERVE_MODEL": "oracle", "PDSERVE_COMPILE": "true"}
+
+
+def test_a_worker_listens_on_its_node_and_uses_its_threads_only() -> None:
+    spec = plan(config(address="10.0.0.1:6379", listen=f"{NODE}:0"), "r:1", cores=2, gpus=0)[0]
+    env = worker_env({"UCX_TLS": "tcp"}, spec, 3, "10.0.0.7")
+    assert env["PDSERVE_LISTEN"] == "10.0.0.7:0"
+    assert (env["OMP_NUM_THREADS"], env["PDSERVE_THREADS"]) == ("3", "3")
+    assert (env["UCX_MODULES"], env["UCX_TLS"]) == ("^efa", "tcp")
+
+
+def test_a_path_means_the_same_in_every_process(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    with open("weights.gguf", "w"):
+        pass
+    assert settings_of(config(model="weights.gguf"))["model"] == f"{tmp_path}/weights.gguf"
+    assert settings_of(config(model="oracle"))["model"] == "oracle"
