@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from safetensors import safe_open
 
 from runtime.errors import InvalidRequest, Unsupported
+from runtime.gguf_header import TensorInfo, read_header
 
 Shape = tuple[int, ...]
+Floats = npt.NDArray[np.float32]
 
 INDEX = "model.safetensors.index.json"
 
@@ -51,12 +56,8 @@ def open_weights(path: Path, kind: str, config: Mapping[str, Any], load_format: 
     return SafetensorsWeights(path)
 
 
-def _checked(name: str, value: torch.Tensor, shape: Shape) -> torch.Tensor:
-    if tuple(value.shape) != shape:
-        raise InvalidRequest(
-            f"weight {name} has shape {list(value.shape)}, the config says {list(shape)}", field="model"
-        )
-    return value
+def _misshapen(name: str, found: Shape, wanted: Shape) -> InvalidRequest:
+    return InvalidRequest(f"weight {name} has shape {list(found)}, the config says {list(wanted)}", field="model")
 
 
 def _missing(name: str) -> InvalidRequest:
@@ -94,7 +95,9 @@ class SafetensorsWeights:
         if name not in self._file_of:
             raise _missing(name)
         value: torch.Tensor = self._file(self._file_of[name]).get_tensor(name)
-        return _checked(name, value, shape)
+        if tuple(value.shape) != shape:
+            raise _misshapen(name, tuple(value.shape), shape)
+        return value
 
     def dtype(self) -> torch.dtype:
         name = next(n for n in self._file_of if n.endswith("embed_tokens.weight"))
@@ -129,14 +132,13 @@ class GgufWeights:
     """A GGUF file, dequantised on load. Quantised checkpoints count as bf16 for `dtype: auto`."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        import gguf
-
-        self._gguf = gguf
-        reader = gguf.GGUFReader(path)
-        self._tensors = {t.name: t for t in reader.tensors}
-        arch = reader.get_field("general.architecture")
+        header = read_header(path)
+        self._tensors = {t.name: t for t in header.tensors}
+        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        alignment = int(header.metadata.get("general.alignment", 32))
+        self._start = -(-header.length // alignment) * alignment
         # llama.cpp stores q and k of this architecture with the two halves of each head interleaved
-        self._interleaved = arch is not None and arch.contents() == "llama"
+        self._interleaved = header.metadata.get("general.architecture") == "llama"
         heads = int(config["num_attention_heads"])
         self._heads = {"q": heads, "k": int(config.get("num_key_value_heads") or heads)}
 
@@ -152,29 +154,43 @@ class GgufWeights:
         tensor = self._tensors.get(self._name(name))
         if tensor is None:
             raise _missing(name)
-        values = np.array(self._gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        if values.size != math.prod(shape):
-            raise _checked_size(name, shape)
-        values = values.reshape(shape)
+        values = self._dequantised(tensor)
+        if tensor.shape[::-1] != shape:
+            raise _misshapen(name, tensor.shape[::-1], shape)
         projection = re.search(r"self_attn\.([qk])_proj\.", name)
         if projection and self._interleaved:
             values = _unpermute(values, self._heads[projection[1]])
         return torch.from_numpy(values)
 
+    def _dequantised(self, tensor: TensorInfo) -> Floats:
+        try:
+            kind = GGMLQuantizationType(tensor.ggml_type)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError) as exc:
+            raise Unsupported(f"GGUF type {tensor.ggml_type} of {tensor.name} is not supported", field="model") from exc
+        begin = self._start + tensor.offset
+        end = begin + math.prod(tensor.shape) // block * block_bytes
+        if end > len(self._data) or tensor.shape[0] % block:
+            raise InvalidRequest("the GGUF file is shorter than its directory says", field="model")
+        # rows are merged: the package works through 16 of them at a time, which is slow for short ones
+        rows = math.prod(tensor.shape[1:])
+        data = self._data[begin:end].reshape(rows // math.gcd(rows, 32), -1)
+        try:
+            values = dequantize(data, kind)
+        except NotImplementedError as exc:
+            raise Unsupported(f"GGUF type {kind.name} of {tensor.name} is not supported", field="model") from exc
+        return np.array(values, dtype=np.float32).reshape(tensor.shape[::-1])
+
     def dtype(self) -> torch.dtype:
-        kind = self._tensors["token_embd.weight"].tensor_type
-        return torch.float32 if kind == self._gguf.GGMLQuantizationType.F32 else torch.bfloat16
+        kind = self._tensors["token_embd.weight"].ggml_type
+        return torch.float32 if kind == GGMLQuantizationType.F32 else torch.bfloat16
 
     def rope_divisors(self) -> torch.Tensor | None:
         tensor = self._tensors.get("rope_freqs.weight")
-        return None if tensor is None else torch.from_numpy(np.array(tensor.data, dtype=np.float32))
+        return None if tensor is None else torch.from_numpy(self._dequantised(tensor))
 
 
-def _checked_size(name: str, shape: Shape) -> InvalidRequest:
-    return InvalidRequest(f"weight {name} does not have the {math.prod(shape)} elements of the config", field="model")
-
-
-def _unpermute(w: np.ndarray[Any, np.dtype[np.float32]], heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _unpermute(w: Floats, heads: int) -> Floats:
     """Undo llama.cpp's interleaving of a head's two rotary halves along the rows (works for biases too)."""
     half = w.shape[0] // heads // 2
     return np.ascontiguousarray(w.reshape(heads, half, 2, -1).swapaxes(1, 2).reshape(w.shape))

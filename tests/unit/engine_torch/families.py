@@ -77,7 +77,8 @@ def config_of(family: str) -> dict[str, Any]:
 def reference(family: str, seed: int = 0) -> Any:
     """transformers' model in fp32 with RandomWeights(seed)."""
     config = AutoConfig.for_model(**{**BASE, **FAMILIES[family]})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     source = RandomWeights(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -98,8 +99,9 @@ def page_memory(runner: TorchRunner) -> npt.NDArray[np.uint8]:
     """The pool's bytes [page, kv_head, layer, K or V, token, bytes], as a peer would address them."""
     (region,) = runner.regions()
     (c,) = runner.spec().components
-    raw = (ctypes.c_uint8 * region.length).from_address(region.base)
-    return np.frombuffer(raw, dtype=np.uint8).reshape(-1, c.units, c.layers, c.rows, c.tokens, c.token_bytes)
+    raw = memoryview((ctypes.c_uint8 * region.length).from_address(region.base)).cast("B")
+    memory: npt.NDArray[np.uint8] = np.frombuffer(raw, dtype=np.uint8)
+    return memory.reshape(-1, c.units, c.layers, c.rows, c.tokens, c.token_bytes)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -42,7 +42,8 @@ def ours(dtype: str) -> TorchRunner:
 def theirs() -> Any:
     f = files()
     source = open_weights(f.path, f.kind, f.config, "auto", 0)
-    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**f.config), dtype=torch.float32).eval()
+    factory: Any = AutoModelForCausalLM
+    model: Any = factory.from_config(LlamaConfig(**f.config), dtype=torch.float32).eval()
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, shape in parameter_shapes(model_config(f.config)).items():

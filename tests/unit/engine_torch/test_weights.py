@@ -78,7 +78,9 @@ def _write_gguf(path: Path, config: dict[str, Any]) -> None:
         for letter, count in heads.items():
             if arch == "llama" and f"self_attn.{letter}_proj" in name:
                 values = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values))
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None
+        writer.add_tensor(stored, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -95,6 +97,15 @@ def test_a_missing_or_misshapen_weight_is_named(tmp_path: Path) -> None:
         source.get("lm_head.weight", (97, 96))
     with pytest.raises(InvalidRequest, match=r"model\.norm\.weight"):
         source.get("model.norm.weight", (96,))
+
+
+def test_a_truncated_gguf_is_refused(tmp_path: Path) -> None:
+    config = config_of("llama")
+    path = tmp_path / "model.gguf"
+    _write_gguf(path, config)
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(InvalidRequest, match="shorter"):
+        scores_of("llama", GgufWeights(path, config))
 
 
 def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
