@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """(q, k, v, g, beta), to be starred into a kernel call."""
 
