@@ -17,16 +17,15 @@ SCORE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """One query each for rows [first, last) of the step. length: keys to look at (the longest row's).
+    """One query each for rows [first, last) of the step, against whole pages: a slice of them would be copied by bmm.
 
-    mask: additive [B, 1, 1, length], or None when every row sees exactly `length` keys. window_mask: alike for layers
-    with a sliding window. blank: flat token rows of the gathered buffer that hold no valid token, or None; they are
-    zeroed, since a stale NaN there would pass any mask.
+    mask: additive [B, 1, 1, keys], or None when every row sees all keys. window_mask: alike for layers with a sliding
+    window. blank: flat token rows of the gathered buffer that hold no valid token, or None; they are zeroed, since a
+    stale NaN there would pass any mask.
     """
 
     first: int
     last: int
-    length: int
     rows: torch.Tensor
     mask: torch.Tensor | None
     window_mask: torch.Tensor | None
@@ -61,11 +60,11 @@ def block_rows(heads: int, keys: int, itemsize: int) -> int:
 
 
 def decode_attention(
-    q: torch.Tensor, kv: torch.Tensor, length: int, mask: torch.Tensor | None, scale: float, out: torch.Tensor
+    q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, scale: float, out: torch.Tensor
 ) -> None:
-    """q [B, Hq, D], kv [2, B, KH, S, D], mask [B, 1, 1, length] -> out [B, Hq * D]."""
-    _, batch, kv_heads, _, dim = kv.shape
-    keys, values = kv[:, :, :, :length].flatten(1, 2)
+    """q [B, Hq, D], kv [2, B, KH, S, D], mask [B, 1, 1, S] -> out [B, Hq * D]."""
+    _, batch, kv_heads, length, dim = kv.shape
+    keys, values = kv.flatten(1, 2)
     scores = torch.bmm(q.reshape(batch * kv_heads, -1, dim), keys.transpose(1, 2))
     if mask is not None:
         grouped = scores.view(batch, kv_heads, -1, length)

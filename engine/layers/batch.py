@@ -118,7 +118,7 @@ class Inputs:
         for row, table in zip(rows, pages, strict=True):
             used = row.start // PAGE_TOKENS + 1
             table[:used] = row.pages[:used]
-        key = np.arange(longest, dtype=np.int64)
+        key = np.arange(width * PAGE_TOKENS, dtype=np.int64)
         hidden = key[None, :] >= lengths[:, None]
         mask = self._additive(hidden[:, None, None, :]) if hidden.any() else None
         window_mask = mask
@@ -128,7 +128,6 @@ class Inputs:
         return DecodeGroup(
             first=first,
             last=first + len(rows),
-            length=longest,
             rows=self._device_copy(self._shape.row_index(pages).ravel()),
             mask=mask,
             window_mask=window_mask,

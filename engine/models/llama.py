@@ -141,7 +141,7 @@ class Attention:
         for d in step.decode:
             mask = d.window_mask if self._windowed else d.mask
             pages = kv.gather(self._index, d.rows, d.last - d.first, d.blank)
-            decode_attention(q[d.first : d.last], pages, d.length, mask, self._scale, out[d.first : d.last])
+            decode_attention(q[d.first : d.last], pages, mask, self._scale, out[d.first : d.last])
             covered = d.last
         for p in step.prefill:
             pages = kv.gather(self._index, p.rows, 1, None)[:, 0]
