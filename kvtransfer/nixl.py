@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 POLL_FIRST_S = 50e-6
 POLL_LAST_S = 1e-3
-CLOSE_S = 5.0
+CLOSE_S = 2.0
 
 Result = Callable[[], None]
 """What the event loop is to do about a flight."""
@@ -351,7 +351,7 @@ class _Owner:
     def _add(self, peer: _Peer) -> None:
         if peer.broken and peer.added:
             raise TransferFailed("the connection to the peer is broken, and reads from it are still in progress")
-        if peer.added:
+        if peer.added or peer.name == self.agent_name:  # a worker that pulls from itself knows its own agent
             return
         try:
             added = self._agent.add_remote_agent(peer.metadata)

@@ -133,66 +133,90 @@ class SourceSilent(KvLost):
     """No answer for a lease's length: frozen, or cut off. Its agent is removed, so nothing of it can land later."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Peer:
-    """A source that was shaken hands with, in one incarnation."""
+    """A source that was shaken hands with, in one incarnation, and the connection to it.
+
+    users: calls in progress. A dropped peer's channel is closed after the last one, since gRPC cancels what is open.
+    """
 
     address: str
     worker_id: str
     epoch: int
     agents: tuple[Agent, ...]
     plan: Plan
+    channel: grpc.aio.Channel
     stub: kvsource_pb2_grpc.KvSourceAsyncStub
     leases: LeaseKeeper
+    users: int = 0
+    dropped: bool = False
 
 
 class Peers:
-    """Handshake cache by address. A new epoch at an address replaces the old peer and its agents."""
+    """Handshake cache by address. A peer that is gone, or answers in another epoch, is dropped with its
+    agents, and the next use shakes hands anew."""
 
     def __init__(self, me: Self, channel: ChannelFactory, clock: Clock, margin_s: float) -> None:
         self._me = me
         self._make_channel = channel
         self._clock = clock
         self._margin_s = margin_s
-        self._channels: dict[str, grpc.aio.Channel] = {}
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
-    async def get(self, address: str, timeout: float, epoch: int | None = None) -> Peer:
-        """The peer at `address`, of `epoch` where that is known. Raises LayoutMismatch, WorkerLost, TransferFailed."""
+    async def get(self, address: str, timeout: float) -> Peer:
+        """The peer at `address`. Raises LayoutMismatch, WorkerLost, TransferFailed, DeadlineExceeded."""
         async with self._locks.setdefault(address, asyncio.Lock()):
             peer = self._peers.get(address)
-            if peer is not None and epoch in (None, peer.epoch):
-                return peer
-            fresh = await self._shake(address, timeout)
             if peer is not None:
-                await self._forget(peer, keep={a.name for a in fresh.agents})
+                return peer
+            channel = self._make_channel(address)
+            try:
+                fresh = await self._shake(address, channel, timeout)
+            except BaseException:
+                await channel.close(None)
+                raise
             self._peers[address] = fresh
             return fresh
+
+    @contextmanager
+    def using(self, peer: Peer) -> Iterator[None]:
+        """Keep the peer's connection open inside the block."""
+        peer.users += 1
+        try:
+            yield
+        finally:
+            peer.users -= 1
+            self._retire(peer)
 
     async def drop(self, peer: Peer) -> None:
         """The peer is gone or silent: remove its agents (which ends its reads) and shake hands anew next time."""
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
-            await self._forget(peer, keep=set())
+            await self._forget(peer)
 
     async def close(self) -> None:
         for peer in list(self._peers.values()):
             await self.drop(peer)
-        for channel in self._channels.values():
-            await channel.close(None)
+        await asyncio.gather(*self._closing)
 
-    async def _forget(self, peer: Peer, keep: set[str]) -> None:
+    async def _forget(self, peer: Peer) -> None:
+        peer.dropped = True
+        self._retire(peer)
         await peer.leases.close()
         for agent in peer.agents:
-            if agent.name not in keep:
-                for rank in self._me.ranks:
-                    await rank.transport.disconnect(agent.name)
+            for rank in self._me.ranks:
+                await rank.transport.disconnect(agent.name)
 
-    async def _shake(self, address: str, timeout: float) -> Peer:
-        if address not in self._channels:
-            self._channels[address] = self._make_channel(address)
-        stub: kvsource_pb2_grpc.KvSourceAsyncStub = kvsource_pb2_grpc.KvSourceStub(self._channels[address])
+    def _retire(self, peer: Peer) -> None:
+        if peer.dropped and not peer.users:
+            task = asyncio.create_task(peer.channel.close(None))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _shake(self, address: str, channel: grpc.aio.Channel, timeout: float) -> Peer:
+        stub: kvsource_pb2_grpc.KvSourceAsyncStub = kvsource_pb2_grpc.KvSourceStub(channel)
         try:
             reply = await stub.Handshake(self._hello(), timeout=timeout)
         except grpc.aio.AioRpcError as exc:
@@ -205,7 +229,7 @@ class Peers:
         agents = tuple(Agent(r.agent_name, r.agent_metadata) for r in ranks)
         await self._connect(reply.worker_id, reply.epoch, agents)
         leases = LeaseKeeper(stub, self._me, reply.epoch, self._clock, self._margin_s)
-        return Peer(address, reply.worker_id, reply.epoch, agents, plan, stub, leases)
+        return Peer(address, reply.worker_id, reply.epoch, agents, plan, channel, stub, leases)
 
     async def _connect(self, worker_id: str, epoch: int, agents: Sequence[Agent]) -> None:
         for index, agent in enumerate(agents):

@@ -39,12 +39,16 @@ from runtime.errors import (
     LayoutMismatch,
     PdserveError,
     TransferFailed,
+    WorkerLost,
     from_detail,
 )
 
 log = logging.getLogger(__name__)
 
 RELEASE_TRIES = 3
+CLOSE_S = 2.0
+HELLO_S = 5.0
+"""How long a source may take to answer at all; from there on its lease is the measure."""
 _OURS = (KvLost, LayoutMismatch, DeadlineExceeded)
 
 
@@ -126,13 +130,13 @@ class Puller:
 
     async def connect(self, address: str, timeout: float = 10.0) -> None:
         """Shake hands ahead of the first pull. Raises as pull() does."""
-        await self._peer(address, timeout, None)
+        await self._peer(address, timeout)
 
     async def close(self) -> None:
-        """Disconnect every peer, which ends what is in quarantine; close the transports after this."""
-        await self._peers.close()
+        """Say what is left to say, then forget every peer. Close the transports after this."""
         if self._background:
-            await asyncio.wait(self._background, timeout=5.0)
+            await asyncio.wait(self._background, timeout=CLOSE_S)
+        await self._peers.close()
         for task in self._background:
             task.cancel()
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
@@ -143,8 +147,6 @@ class Puller:
         self, ticket: pb.SignedTicket, address: str, landing: _Landing, deadline: float, fence: int
     ) -> Pulled:
         assert 0 <= landing.dest.held < landing.dest.token_count
-        peer = await self._peer(address, deadline - self._clock.monotonic(), None)
-        asked_at = self._clock.monotonic()
         request = pb.WatchRequest(
             ticket=ticket,
             first_token=landing.dest.held,
@@ -152,31 +154,54 @@ class Puller:
             worker_id=self._me.worker_id,
             epoch=self._me.epoch,
         )
-        call = peer.stub.Watch(request)
+        peer = await self._peer(address, deadline - self._clock.monotonic())
         try:
-            accepted = (await _next(call)).accepted
-            if accepted.epoch != peer.epoch:
-                peer = await self._peer(address, deadline - self._clock.monotonic(), accepted.epoch)
-            with peer.leases.hold(accepted.lease_id, accepted.lease_ms / 1000, asked_at) as lease:
-                final = await self._land_all(call, peer, lease, landing, deadline)
-                peer.leases.check(lease)
+            return await self._watch(peer, request, landing, deadline)
+        except _StaleConnection:  # the source was restarted since we last met, or was away: once more, from the start
+            peer = await self._peer(address, deadline - self._clock.monotonic())
+            return await self._watch(peer, request, landing, deadline)
+
+    async def _watch(self, peer: Peer, request: pb.WatchRequest, landing: _Landing, deadline: float) -> Pulled:
+        asked_at = self._clock.monotonic()
+        with self._peers.using(peer):
+            call = peer.stub.Watch(request)
+            try:
+                accepted = await self._accepted(call, peer)
+                with peer.leases.hold(accepted.lease_id, accepted.lease_ms / 1000, asked_at) as lease:
+                    final = await self._land_all(call, peer, lease, landing, deadline)
+                    peer.leases.check(lease)
                 self._spawn(self._release(peer, lease, confirmed=True))
                 return self._pulled(landing, final)
-        except PdserveError as error:
-            if gone(error):
-                self._spawn(self._peers.drop(peer))
-            raise error if isinstance(error, _OURS) else KvLost("the source of the pages is lost") from error
-        finally:
-            call.cancel()
+            except PdserveError as error:
+                if gone(error):
+                    await self._peers.drop(peer)
+                raise error if isinstance(error, _OURS) else KvLost("the source of the pages is lost") from error
+            finally:
+                call.cancel()
 
-    async def _peer(self, address: str, timeout: float, epoch: int | None) -> Peer:
+    async def _accepted(self, call: _Call, peer: Peer) -> pb.WatchAccepted:
+        """The source's first word. A source that is not there, or in another epoch, may just have been restarted:
+        nothing has moved, so the caller tries once more with a new connection and handshake."""
         try:
-            peer = await self._peers.get(address, timeout, epoch)
+            accepted = (await asyncio.wait_for(_next(call), HELLO_S)).accepted
+        except TimeoutError as error:
+            await self._peers.drop(peer)
+            raise KvLost("the source of the pages does not answer") from error
+        except WorkerLost as error:
+            await self._peers.drop(peer)
+            raise _StaleConnection("the source of the pages is lost") from error
+        if accepted.epoch != peer.epoch:
+            await self._peers.drop(peer)
+            raise _StaleConnection("the source was restarted meanwhile")
+        return accepted
+
+    async def _peer(self, address: str, timeout: float) -> Peer:
+        try:
+            return await self._peers.get(address, min(timeout, HELLO_S))
+        except DeadlineExceeded as error:
+            raise KvLost("the source of the pages does not answer") from error
         except PdserveError as error:
             raise error if isinstance(error, _OURS) else KvLost("the source of the pages is lost") from error
-        if epoch not in (None, peer.epoch):
-            raise KvLost("the source was restarted meanwhile")
-        return peer
 
     async def _land_all(
         self, call: _Call, peer: Peer, lease: Lease, landing: _Landing, deadline: float
@@ -288,13 +313,14 @@ class Puller:
         request = pb.ReleaseRequest(lease_id=lease.lease_id, confirmed=confirmed)
         if await faults.strike_async("kv.release"):
             return
-        for attempt in range(RELEASE_TRIES):
-            try:
-                await peer.stub.Release(request, timeout=1.0)
-                return
-            except grpc.aio.AioRpcError as exc:
-                log.info("a release was not acknowledged", extra={"status": exc.code().name, "attempt": attempt})
-                await asyncio.sleep(0.1 * 2**attempt)
+        with self._peers.using(peer):
+            for attempt in range(RELEASE_TRIES):
+                try:
+                    await peer.stub.Release(request, timeout=1.0)
+                    return
+                except grpc.aio.AioRpcError as exc:
+                    log.info("a release was not acknowledged", extra={"status": exc.code().name, "attempt": attempt})
+                    await asyncio.sleep(0.1 * 2**attempt)
 
     def _let_go(self, landing: _Landing) -> None:
         """Release the destination now, or once every abandoned read is quiet."""
@@ -315,6 +341,10 @@ class Puller:
         assert isinstance(task, asyncio.Task)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+class _StaleConnection(KvLost):
+    """Nothing has moved yet: worth one more try."""
 
 
 _Call = grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchEvent]

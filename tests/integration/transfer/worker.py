@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -30,13 +32,21 @@ from protos.v1 import kvsource_pb2_grpc
 from runtime import rpc
 from runtime.clock import SystemClock
 from runtime.config import Config
+from runtime.errors import TransferFailed
 
 KV = Component("kv", True, 4, 6, 2, 16, 64, "bfloat16")
 STATE = Component("recurrent", False, 4, 3, 1, 1, 512, "float32")
 LATENT = Component("latent", True, 1, 2, 1, 16, 72, "bfloat16", replicated=True)
 
 
-def layout(tp: int = 1, model: str = "test", components: Sequence[Component] = (KV, STATE)) -> Layout:
+BIG = Component("kv", True, 4, 64, 2, 16, 512, "bfloat16")  # 4 MiB a page: a read lasts long enough to be caught
+
+
+def layout(
+    tp: int = 1, model: str = "test", components: Sequence[Component] = (KV, STATE), big: bool = False
+) -> Layout:
+    if big:
+        components = (BIG,)
     return Layout(tuple(components), model, 512, tp=tp)
 
 
@@ -92,6 +102,7 @@ class Worker:
     pools: list[dict[str, Pool]] = field(default_factory=list)
     ranks: list[LocalRank] = field(default_factory=list)
     holds: dict[str, CountingHold] = field(default_factory=dict)
+    tickets: list[bytes] = field(default_factory=list)
     address: str = ""
 
     async def start(self) -> Worker:
@@ -153,6 +164,10 @@ class Worker:
     def final(self, request: str, tokens: int, slots: Sequence[int] = (1,)) -> None:
         self.store.final(self.key(request), state_length=tokens, first=[First(0, 42)], slots=slots)
 
+    def transport_used(self) -> int:
+        """Pages that were read into."""
+        return int(self.pools[0]["kv"].array.any(axis=(1, 2)).sum())
+
     # --- as a reader ------------------------------------------------------------------------------------------
 
     def destination(self, pages: Sequence[int], tokens: int, slots: Sequence[int] = (1,), held: int = 0) -> Destination:
@@ -177,7 +192,7 @@ class Worker:
 # --- a source in its own process ----------------------------------------------------------------------------------
 
 
-def _answer(worker: Worker, ask: dict[str, Any]) -> dict[str, Any]:
+async def _answer(worker: Worker, ask: dict[str, Any]) -> dict[str, Any]:
     request = ask.get("request", "")
     match ask["op"]:
         case "open":
@@ -197,9 +212,58 @@ def _answer(worker: Worker, ask: dict[str, Any]) -> dict[str, Any]:
         case "counts":
             counts = worker.store.counts()
             return {"computing": counts.computing, "leased": counts.leased, "pages": counts.pages}
+        case "ticket":
+            worker.tickets.append(bytes.fromhex(ask["ticket"]))
+        case "pull_frozen":
+            return await _pull_frozen(worker, ask["address"], ask["pid"])
+        case "freeze_and_leave":
+            dest = await _freeze(worker, ask["address"], ask["pid"])
+            return {"released": _hold(dest).releases}
         case other:
             raise AssertionError(other)
     return {}
+
+
+_BIG_PAGES = list(range(1, 24))
+_BIG_TOKENS = 16 * len(_BIG_PAGES)
+
+
+def _hold(dest: Destination) -> CountingHold:
+    assert isinstance(dest.hold, CountingHold)
+    return dest.hold
+
+
+async def _pull_big(worker: Worker, address: str, dest: Destination) -> None:
+    await worker.puller.pull(worker.tickets.pop(0), address, dest, worker.clock.monotonic() + 20, 1)
+
+
+async def _freeze(worker: Worker, address: str, pid: int) -> Destination:
+    """Stop the source when the first bytes of a read have landed, and see the pull fail."""
+    await _pull_big(worker, address, worker.destination(_BIG_PAGES, _BIG_TOKENS, slots=()))
+    worker.pools[0]["kv"].array[:] = 0
+    dest = worker.destination(_BIG_PAGES, _BIG_TOKENS, slots=())
+    running = asyncio.create_task(_pull_big(worker, address, dest))
+    while not worker.pools[0]["kv"].array[1].any():  # noqa: ASYNC110  bytes land without an event
+        await asyncio.sleep(0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await running
+    except TransferFailed:
+        return dest
+    raise AssertionError("the read was over before the source was stopped")
+
+
+async def _pull_frozen(worker: Worker, address: str, pid: int) -> dict[str, Any]:
+    dest = await _freeze(worker, address, pid)
+    report = {
+        "error": "TransferFailed",
+        "released_while_frozen": _hold(dest).releases > 0,
+        "quarantined": worker.puller.quarantined_pages() == len(_BIG_PAGES),
+    }
+    os.kill(pid, signal.SIGCONT)
+    released = await asyncio.get_running_loop().run_in_executor(None, _hold(dest).released.wait, 10)
+    await _pull_big(worker, address, worker.destination(_BIG_PAGES, _BIG_TOKENS, slots=()))
+    return report | {"released_after": released, "again": worker.wrong(7, _BIG_PAGES, _BIG_PAGES)}
 
 
 async def _main(spec: dict[str, Any]) -> None:
@@ -219,7 +283,7 @@ async def _main(spec: dict[str, Any]) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     print(json.dumps({"address": worker.address}), flush=True)
     while line := await reader.readline():
-        print(json.dumps(_answer(worker, json.loads(line))), flush=True)
+        print(json.dumps(await _answer(worker, json.loads(line))), flush=True)
     await worker.close()
 
 

@@ -1,0 +1,493 @@
+"""The reader's rules over real gRPC, with bytes moved by the in-process transport and its faults."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer.inprocess import Faults, InProcessTransport
+from kvtransfer.source import State
+from kvtransfer.types import Destination, Layout, Pulled
+from protos.v1 import kvsource_pb2 as pb
+from runtime import faults
+from runtime.config import Config
+from runtime.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    KvLost,
+    LayoutMismatch,
+    PdserveError,
+    TicketInvalid,
+    TransferFailed,
+)
+from tests.integration.transfer.worker import KV, LATENT, STATE, CountingHold, Worker, layout
+
+TOKENS = 100
+PAGES = list(range(3, 10))
+MINE = [20, 21, 22, 5, 6, 30, 40]
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    made: list[Worker] = []
+
+    async def one(worker_id: str, epoch: int = 1, shape: Layout | None = None, **options: Any) -> Worker:
+        config = Config(**options.pop("config", {}))
+        worker = await Worker(worker_id, epoch, shape or layout(), config, **options).start()
+        made.append(worker)
+        return worker
+
+    yield one
+    for worker in made:
+        await worker.close()
+
+
+@pytest.fixture
+async def pair(make: Make) -> tuple[Worker, Worker]:
+    return await make("p"), await make("d")
+
+
+def computed(source: Worker, request: str = "r", salt: int = 7) -> bytes:
+    source.fill(salt, PAGES)
+    source.fill(salt, [1], paged=False)
+    ticket = source.open(request, PAGES, TOKENS)
+    source.final(request, TOKENS)
+    return ticket
+
+
+async def pull(
+    reader: Worker, source: Worker, ticket: bytes, dest: Destination, seconds: float = 10.0, fence: int = 1
+) -> Pulled:
+    return await reader.puller.pull(ticket, source.address, dest, time.monotonic() + seconds, fence)
+
+
+def hold_of(dest: Destination) -> CountingHold:
+    assert isinstance(dest.hold, CountingHold)
+    return dest.hold
+
+
+def wire(reader: Worker) -> InProcessTransport:
+    transport = reader.ranks[0].transport
+    assert isinstance(transport, InProcessTransport)
+    return transport
+
+
+def untouched(reader: Worker) -> bool:
+    return not any(pool.array.any() for pools in reader.pools for pool in pools.values())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  several objects, no common event
+            await asyncio.sleep(0.005)
+
+
+async def ended(source: Worker, state: State, request: str = "r") -> None:
+    await until(lambda: source.store.state(source.key(request)) is state)
+
+
+# --- what arrives -------------------------------------------------------------------------------------------------
+
+
+async def test_ranges_are_read_while_later_ones_are_computed(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    source.fill(7, PAGES)
+    source.fill(7, [1], paged=False)
+    ticket = source.open("r", PAGES, TOKENS)
+    dest = reader.destination(MINE, TOKENS)
+    running = asyncio.create_task(pull(reader, source, ticket, dest))
+
+    source.store.range_ready(source.key("r"), 0, 48)
+    await until(lambda: not reader.wrong(7, PAGES[:3], MINE[:3]))
+    assert not reader.pools[0]["kv"].array[MINE[3:]].any()
+    source.store.range_ready(source.key("r"), 48, TOKENS)
+    await until(lambda: not reader.wrong(7, PAGES, MINE))
+    assert not running.done()
+    source.final("r", TOKENS)
+
+    pulled = await running
+    assert pulled.bytes_read == 7 * KV.item_bytes + STATE.item_bytes
+    assert hold_of(dest).releases == 1
+    await ended(source, State.RELEASED)
+    assert source.holds["r"].releases == 1
+
+
+@pytest.mark.parametrize(("held", "pages"), [(0, 7), (16, 6), (96, 1)])
+async def test_pages_the_reader_holds_are_not_read_and_it_always_confirms(
+    pair: tuple[Worker, Worker], held: int, pages: int
+) -> None:
+    source, reader = pair
+    ticket = computed(source)
+    pulled = await pull(reader, source, ticket, reader.destination(MINE, TOKENS, held=held))
+    assert pulled.bytes_read == pages * KV.item_bytes + STATE.item_bytes
+    assert pulled.pages_read == pages
+    assert not reader.pools[0]["kv"].array[MINE[: held // 16]].any()
+    assert reader.wrong(7, PAGES[held // 16 :], MINE[held // 16 :]) == []
+    await ended(source, State.RELEASED)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 31, 32])
+async def test_prompts_around_the_page_size_move_whole_pages(pair: tuple[Worker, Worker], tokens: int) -> None:
+    source, reader = pair
+    pages = PAGES[: -(-tokens // 16)]
+    source.fill(3, pages)
+    ticket = source.open("r", pages, tokens)
+    source.final("r", tokens)
+    pulled = await pull(reader, source, ticket, reader.destination(MINE[: len(pages)], tokens))
+    assert pulled.bytes_read == len(pages) * KV.item_bytes + STATE.item_bytes
+    assert reader.wrong(3, pages, MINE[: len(pages)]) == []
+
+
+@pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 2), (2, 1), (4, 2), (2, 4), (4, 8), (8, 4)])
+async def test_workers_of_different_tensor_parallel_sizes_share_units_out(make: Make, tp_p: int, tp_d: int) -> None:
+    components = (KV, STATE, LATENT)
+    source = await make("p", shape=layout(tp_p, components=components))
+    reader = await make("d", shape=layout(tp_d, components=components))
+    ticket = computed(source)
+    pulled = await pull(reader, source, ticket, reader.destination(MINE, TOKENS))
+    assert reader.wrong(7, PAGES, MINE) == []
+    assert reader.wrong(7, [1], [1], paged=False) == []
+    shares = max(1, tp_d // 4)
+    split = 7 * KV.item_bytes + STATE.item_bytes
+    assert pulled.bytes_read == split * shares + 7 * LATENT.item_bytes * tp_d
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoil", ["released", "other epoch", "forged", "garbage"])
+async def test_a_bad_ticket_moves_no_byte(make: Make, spoil: str) -> None:
+    source, reader = await make("p"), await make("d")
+    ticket = computed(source)
+    if spoil == "released":
+        source.store.release(source.key("r"))
+    elif spoil == "other epoch":
+        ticket = computed(await make("p", epoch=2))
+    elif spoil == "forged":
+        ticket = ticket[:-1] + bytes([ticket[-1] ^ 1])
+    else:
+        ticket = b"\x0a\xff"
+    dest = reader.destination(MINE, TOKENS)
+    with pytest.raises(TicketInvalid):
+        await pull(reader, source, ticket, dest)
+    assert untouched(reader)
+    assert hold_of(dest).releases == 1
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        layout(model="another"),
+        layout(components=[KV]),
+        Layout((KV, STATE), "test", 256),
+        Layout((KV, STATE), "test", 512, tp=2, checksum="crc"),
+    ],
+)
+async def test_a_pair_of_unequal_layout_is_refused_and_moves_no_byte(make: Make, theirs: Layout) -> None:
+    source, reader = await make("p", shape=theirs), await make("d")
+    ticket = computed(source)
+    with pytest.raises(LayoutMismatch):
+        await pull(reader, source, ticket, reader.destination(MINE, TOKENS))
+    assert untouched(reader)
+
+
+def _null_page(blocks: list[pb.LocatedBlock]) -> None:
+    blocks[0].indices[0] = 0
+
+
+def _past_the_end(blocks: list[pb.LocatedBlock]) -> None:
+    blocks[0].indices[1] = 64
+
+
+def _too_few(blocks: list[pb.LocatedBlock]) -> None:
+    del blocks[0].indices[-1]
+
+
+def _checksum_missing(blocks: list[pb.LocatedBlock]) -> None:
+    del blocks[0].checksums[-1]
+
+
+def _unknown_region(blocks: list[pb.LocatedBlock]) -> None:
+    blocks[0].region_id = 9
+
+
+def _unknown_rank(blocks: list[pb.LocatedBlock]) -> None:
+    blocks[0].rank = 1
+
+
+def _slots_as_pages(blocks: list[pb.LocatedBlock]) -> None:
+    blocks[0].region_id = 2
+
+
+def _none(blocks: list[pb.LocatedBlock]) -> None:
+    blocks.clear()
+
+
+def _twice(blocks: list[pb.LocatedBlock]) -> None:
+    blocks.append(blocks[0])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(_null_page, _past_the_end, _too_few, _checksum_missing, _unknown_region, _unknown_rank, _slots_as_pages),
+        *(_none, _twice),
+    ],
+)
+async def test_an_index_outside_the_region_table_is_never_turned_into_an_address(
+    pair: tuple[Worker, Worker], spoil: Callable[[list[pb.LocatedBlock]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, reader = pair
+    ticket = computed(source)
+    honest = source.service._page_blocks
+
+    async def spoilt(*arguments: Any) -> list[pb.LocatedBlock]:
+        blocks = await honest(*arguments)
+        spoil(blocks)
+        return blocks
+
+    monkeypatch.setattr(source.service, "_page_blocks", spoilt)
+    dest = reader.destination(MINE, TOKENS)
+    with pytest.raises(TicketInvalid):
+        await pull(reader, source, ticket, dest)
+    assert untouched(reader)
+    assert hold_of(dest).releases == 1
+
+
+async def test_a_source_of_another_length_than_expected_is_refused(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    ticket = computed(source)
+    with pytest.raises(TransferFailed):
+        await pull(reader, source, ticket, reader.destination(MINE[:6], 96))
+
+
+async def test_an_announcement_that_was_lost_is_noticed(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    ticket = source.open("r", PAGES, TOKENS)
+    with faults.armed("kv.event=drop*1"):
+        running = asyncio.create_task(pull(reader, source, ticket, reader.destination(MINE, TOKENS)))
+        await until(lambda: source.store.counts().computing == 1 and not running.done())
+        source.store.range_ready(source.key("r"), 0, 16)
+        await until(lambda: faults.hits("kv.event") == 1)
+        source.store.range_ready(source.key("r"), 16, TOKENS)
+        with pytest.raises(TransferFailed, match="announced after 0"):
+            await running
+
+
+# --- what goes wrong in the transport -----------------------------------------------------------------------------
+
+
+async def test_one_corrupted_byte_is_detected_and_the_source_let_go(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    wire(reader).faults = Faults(corrupt=True)
+    dest = reader.destination(MINE, TOKENS)
+    with pytest.raises(ChecksumMismatch, match="checksums of"):
+        await pull(reader, source, computed(source), dest)
+    await until(lambda: hold_of(dest).releases == 1)  # another read of this pull may still have been in flight
+    await ended(source, State.RELEASED)
+
+
+async def test_a_byte_corrupted_at_the_fail_point_is_detected(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    with faults.armed("kv.bytes=corrupt:0*1"), pytest.raises(ChecksumMismatch):
+        await pull(reader, source, computed(source), reader.destination(MINE, TOKENS))
+
+
+@pytest.mark.parametrize("fault", [Faults(truncate=True), Faults(fail=True)])
+async def test_a_short_or_refused_read_fails_the_pull_and_the_next_one_succeeds(
+    pair: tuple[Worker, Worker], fault: Faults
+) -> None:
+    source, reader = pair
+    ticket = computed(source)
+    wire(reader).faults = fault
+    dest = reader.destination(MINE, TOKENS)
+    with pytest.raises(TransferFailed):
+        await pull(reader, source, ticket, dest)
+    assert hold_of(dest).releases == 1
+    wire(reader).faults = Faults()
+    await pull(reader, source, ticket, reader.destination(MINE, TOKENS), fence=2)
+    assert reader.wrong(7, PAGES, MINE) == []
+
+
+async def test_a_read_that_never_ends_fails_in_time_and_its_pages_stay_in_quarantine(make: Make) -> None:
+    source = await make("p")
+    reader = await make("d", config={"transfer_timeout_s": 0.2, "quarantine_s": 0.3})
+    wire(reader).faults = Faults(drop=True)
+    dest = reader.destination(MINE, TOKENS)
+    with pytest.raises(TransferFailed):
+        await pull(reader, source, computed(source), dest)
+    assert hold_of(dest).releases == 0
+    assert reader.puller.quarantined_pages() == len(MINE)
+    assert reader.puller.unhealthy() == ""
+    await until(lambda: "quarantine" in reader.puller.unhealthy())
+    await wire(reader).disconnect("p/0/1")
+    await until(lambda: hold_of(dest).releases == 1)
+    assert reader.puller.unhealthy() == ""
+    assert reader.puller.quarantined_pages() == 0
+
+
+async def test_a_cancelled_reads_destination_is_released_only_after_the_late_write(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    gate = asyncio.Event()
+    wire(reader).faults = Faults(gate=gate)
+    dest = reader.destination(MINE, TOKENS)
+    running = asyncio.create_task(pull(reader, source, computed(source), dest))
+    await until(lambda: wire(reader)._tasks != {})
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert running.cancelled()
+    assert hold_of(dest).releases == 0
+    assert wire(reader).quarantined() > 0
+    gate.set()
+    await until(lambda: hold_of(dest).releases == 1)
+    assert reader.wrong(7, PAGES, MINE) == []
+
+
+async def test_a_pull_may_be_cancelled_at_any_moment_and_nothing_stays_behind(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    await reader.puller.connect(source.address)
+    for steps in range(1, 61):  # a task that never ran has not taken the hold
+        ticket = computed(source, f"r{steps}")
+        dest = reader.destination(MINE, TOKENS)
+        running = asyncio.create_task(pull(reader, source, ticket, dest))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await until(lambda hold=hold_of(dest): hold.releases == 1)  # type: ignore[misc]
+        source.store.release(source.key(f"r{steps}"))
+    await until(lambda: not wire(reader)._tasks and not reader.puller._background)
+    assert reader.puller.quarantined_pages() == 0
+
+
+async def test_the_requests_deadline_ends_the_pull(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    ticket = source.open("r", PAGES, TOKENS)
+    dest = reader.destination(MINE, TOKENS)
+    with pytest.raises(DeadlineExceeded):
+        await pull(reader, source, ticket, dest, seconds=0.2)
+    assert hold_of(dest).releases == 1
+
+
+# --- leases and fences --------------------------------------------------------------------------------------------
+
+
+async def test_renewals_keep_a_long_pull_alive(make: Make) -> None:
+    config = {"lease_s": 0.6, "lease_margin_s": 0.1}
+    source, reader = await make("p", config=config), await make("d", config=config)
+    gate = asyncio.Event()
+    wire(reader).faults = Faults(gate=gate)
+    running = asyncio.create_task(pull(reader, source, computed(source), reader.destination(MINE, TOKENS)))
+    await asyncio.sleep(1.5)  # two and a half leases
+    gate.set()
+    await running
+    assert reader.wrong(7, PAGES, MINE) == []
+
+
+async def test_a_reader_that_cannot_renew_gives_up_before_the_source_does(make: Make) -> None:
+    config = {"lease_s": 0.6, "lease_margin_s": 0.2}
+    source, reader = await make("p", config=config), await make("d", config=config)
+    gate = asyncio.Event()
+    wire(reader).faults = Faults(gate=gate)
+    dest = reader.destination(MINE, TOKENS)
+    with faults.armed("kv.renew=drop"), pytest.raises(KvLost):
+        await pull(reader, source, computed(source), dest)
+    assert source.store.state(source.key("r")) is State.FINAL
+    gate.set()
+    await until(lambda: hold_of(dest).releases == 1)
+    await ended(source, State.EXPIRED)
+
+
+async def test_bytes_that_arrive_after_the_lease_do_not_count(make: Make) -> None:
+    config = {"lease_s": 0.6, "lease_margin_s": 0.2}
+    source, reader = await make("p", config=config), await make("d", config=config)
+    with faults.armed("kv.renew=drop", "kv.verify=delay:0.7*1"), pytest.raises(KvLost):
+        await pull(reader, source, computed(source), reader.destination(MINE, TOKENS))
+
+
+async def test_a_release_by_the_router_ends_the_pull(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    ticket = source.open("r", PAGES, TOKENS)
+    running = asyncio.create_task(pull(reader, source, ticket, reader.destination(MINE, TOKENS)))
+    await until(lambda: bool(source.store._leases))
+    source.store.release(source.key("r"))
+    with pytest.raises(KvLost):
+        await running
+
+
+async def test_a_prompt_that_fails_ends_the_pull_with_its_reason(pair: tuple[Worker, Worker]) -> None:
+    source, reader = pair
+    ticket = source.open("r", PAGES, TOKENS)
+    running = asyncio.create_task(pull(reader, source, ticket, reader.destination(MINE, TOKENS)))
+    await until(lambda: bool(source.store._leases))
+    source.store.fail(source.key("r"), PdserveError("the step failed", reason="engine_fault"))
+    with pytest.raises(KvLost) as caught:
+        await running
+    assert caught.value.reason == "engine_fault"
+
+
+async def test_a_second_decode_worker_takes_over_with_a_higher_fence(make: Make) -> None:
+    source, first, second = await make("p"), await make("d1"), await make("d2")
+    ticket = source.open("r", PAGES, TOKENS)
+    source.fill(7, PAGES)
+    source.fill(7, [1], paged=False)
+    running = asyncio.create_task(pull(first, source, ticket, first.destination(MINE, TOKENS), fence=1))
+    await until(lambda: bool(source.store._leases))
+    taking_over = asyncio.create_task(pull(second, source, ticket, second.destination(MINE, TOKENS), fence=2))
+    with pytest.raises(TicketInvalid):
+        await running
+    source.final("r", TOKENS)
+    await taking_over
+    assert second.wrong(7, PAGES, MINE) == []
+
+
+async def test_a_release_that_is_lost_leaves_the_pages_to_the_lease(make: Make) -> None:
+    config = {"lease_s": 0.4, "lease_margin_s": 0.1}
+    source, reader = await make("p", config=config), await make("d", config=config)
+    with faults.armed("kv.release=drop"):
+        await pull(reader, source, computed(source), reader.destination(MINE, TOKENS))
+        await ended(source, State.EXPIRED)
+    assert source.holds["r"].releases == 1
+
+
+# --- restarts -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_source_restarted_at_its_address_is_met_in_its_new_epoch(make: Make) -> None:
+    old = await make("p", epoch=1)
+    reader = await make("d")
+    stale = computed(old)
+    await pull(reader, old, stale, reader.destination(MINE, TOKENS))
+    await old.server.stop(None)
+    new = await make("p", epoch=2, listen=old.address)
+    await until(lambda: new.address == old.address)
+
+    with pytest.raises(TicketInvalid):
+        await pull(reader, new, stale, reader.destination(MINE, TOKENS), fence=2)
+    await pull(reader, new, computed(new, salt=9), reader.destination(MINE, TOKENS))
+
+    assert reader.wrong(9, PAGES, MINE) == []
+    assert list(wire(reader)._peers) == ["p/0/2"]
+
+
+async def test_a_peer_of_another_process_is_refused_by_the_in_process_transport(make: Make) -> None:
+    from kvtransfer.transport import Agent, Incarnation
+
+    reader = await make("d")
+    with pytest.raises(TransferFailed):
+        await wire(reader).connect(Incarnation("p", 0, 1), Agent("p/0/1", b"4711:elsewhere"))
+
+
+async def test_an_older_incarnation_does_not_replace_a_newer_one(make: Make) -> None:
+    from kvtransfer.transport import Agent, Incarnation
+
+    reader, newer = await make("d"), await make("p", epoch=5)
+    metadata = newer.ranks[0].info.agent_metadata
+    await wire(reader).connect(Incarnation("p", 0, 5), Agent("p/0/5", metadata))
+    with pytest.raises(TransferFailed, match="newer"):
+        await wire(reader).connect(Incarnation("p", 0, 4), Agent("p/0/4", metadata))
