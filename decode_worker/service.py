@@ -381,9 +381,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def _final_times(self, leg: Leg, event: Tokens) -> common_pb2.StageTimes:
         times = self._times(leg)
         times.queue_s = event.queue_s
-        times.prefill_s = event.prefill_s
         times.decode_s = event.decode_s
         times.recomputed_tokens = event.recomputed_tokens
+        if leg.local or event.recomputed_tokens:  # else what the engine counts here is the wait for the hand-off
+            times.prefill_s = event.prefill_s
         if leg.local:
             times.cached_tokens = event.cached_tokens
         return times

@@ -48,6 +48,7 @@ Result = Callable[[], None]
 def load() -> tuple[Any, Any]:
     """(API module, bindings module) of whichever NIXL build is installed. Raises TransferFailed when none is."""
     os.environ.setdefault("UCX_MODULES", "^efa")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its default is stdout, which may be somebody's output
     for name in ("nixl_cu12", "nixl_cu13"):
         try:
             return importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")

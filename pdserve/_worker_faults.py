@@ -1,18 +1,16 @@
-"""Fail-points of a worker, in place only where the environment allows faults (see runtime/faults.py).
+"""The engine's fail-point, in place only where the environment allows faults (see runtime/faults.py).
 
-engine.step=delay:0.1      every step takes so much longer; fail: the step fails
-pull.landed=corrupt        a byte of what a pull brought is flipped in this worker's memory, before it is verified
+engine.step=delay:0.1      every step takes so much longer
+engine.step=fail           the step fails
 """
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 from engine.plan import StepPlan, StepResult
 from engine.runner_api import ModelSpec, Runner
-from kvtransfer.checksum import wsum64
-from kvtransfer.types import Component, Region
+from kvtransfer.types import Region
 from runtime import faults
 
 
@@ -37,12 +35,3 @@ class FaultyRunner:
 
     def close(self) -> None:
         self.runner.close()
-
-
-def faulty_checksum(region: Region, component: Component, items: tuple[int, ...], valid: tuple[int, ...]) -> list[int]:
-    """The checksum of memory that may have been damaged just before."""
-    fault = faults.on("pull.landed")
-    if fault is not None and fault.action == "corrupt" and items:
-        at = region.base + items[-1] * region.stride + int(fault.argument or 0) % region.stride
-        ctypes.c_uint8.from_address(at).value ^= 0x40
-    return wsum64(region, component, items, valid)

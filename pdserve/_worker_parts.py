@@ -26,7 +26,7 @@ from kvtransfer.tickets import TicketMint
 from kvtransfer.transport import Incarnation, LocalRank, Transport
 from kvtransfer.types import Layout
 from pdserve._worker_advert import Identity
-from pdserve._worker_faults import FaultyRunner, faulty_checksum
+from pdserve._worker_faults import FaultyRunner
 from prefill_worker.service import PrefillService
 from protos.v1 import common_pb2
 from runtime import faults
@@ -87,7 +87,7 @@ class Parts:
         transport = make_transport(config, Incarnation(identity.worker_id, 0, identity.epoch))
         agent = await transport.start(engine.regions())
         rank = Rank(agent.name, agent.metadata, engine.regions())
-        local = LocalRank(rank, transport, faulty_checksum if faults.switchable() else wsum64)
+        local = LocalRank(rank, transport, wsum64)
         mint = TicketMint(identity.worker_id, identity.epoch, fingerprint(layout))
         store = HandoffStore(mint, clock, config.lease_s)
         source = KvSourceService(identity.worker_id, identity.epoch, layout, [local], store)

@@ -146,6 +146,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             case "cancel":
                 self._drop(leg_key(command.cancel.ref, LEG), Cancelled("cancelled by the router"))
             case "release":
+                self._handoffs.release(leg_key(command.release.ref, LEG))
                 self._drop(leg_key(command.release.ref, LEG), TicketInvalid("the hand-off was released"))
             case other:
                 raise InvalidRequest("unknown command", field=other or "command")

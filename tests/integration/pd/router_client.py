@@ -31,6 +31,7 @@ class Link:
         self._reader: asyncio.Task[None] | None = None
         self._queues: dict[tuple[str, int], asyncio.Queue[Any]] = {}
         self._welcomed: asyncio.Queue[common_pb2.Welcome] = asyncio.Queue()
+        self._writing = asyncio.Lock()  # gRPC takes one write at a time
         self.messages: list[Any] = []
         self.load = common_pb2.Load()
         self.error: grpc.aio.AioRpcError | None = None
@@ -61,7 +62,8 @@ class Link:
 
     async def send(self, **command: Any) -> None:
         kind = prefill_pb2.PrefillCommand if self.leg == "prefill" else decode_pb2.DecodeCommand
-        await self._call.write(kind(**command))
+        async with self._writing:
+            await self._call.write(kind(**command))
 
     def queue(self, ref: common_pb2.AttemptRef) -> asyncio.Queue[Any]:
         return self._queues.setdefault((ref.request_id, ref.attempt), asyncio.Queue())
@@ -103,10 +105,14 @@ class Link:
 
     async def close(self) -> None:
         """Say farewell."""
-        if self._call is not None and not self.ended.is_set():
-            await self._call.done_writing()
+        if self._call is None or self.ended.is_set():
+            return
+        try:
             async with asyncio.timeout(5):
+                await self._call.done_writing()
                 await self.ended.wait()
+        finally:
+            self._call.cancel()
 
 
 @dataclass

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,13 @@ def busy(load: common_pb2.Load) -> tuple[int, ...]:
         load.quarantined_pages,
         load.pages_total - load.pages_free,
     )
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]], seconds: float = 5.0) -> None:
+    """Wait until a worker's state, which can only be asked for, is as expected."""
+    async with asyncio.timeout(seconds):
+        while not await holds():  # noqa: ASYNC110  the state is another process's
+            await asyncio.sleep(0.02)
 
 
 async def baseline(*workers: WorkerProcess, seconds: float = 1.0) -> None:

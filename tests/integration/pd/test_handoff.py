@@ -1,0 +1,442 @@
+"""Prompt at P, tokens at D, over real NIXL between two processes. The oracle model turns any wrong byte of the pages
+into other tokens, so equality with a local run proves what arrived."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from protos.v1 import common_pb2, decode_pb2, kvsource_pb2, worker_pb2
+from runtime import rpc
+from runtime.errors import EpochMismatch, InvalidRequest, KvLost, LayoutMismatch
+from tests.integration.pd.conftest import ORACLE
+from tests.integration.pd.router_client import Link, Router, request
+from tests.integration.pd.workers import WorkerProcess, baseline
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PAGE = 2 * 2 * 16 * 32  # bytes of an oracle page
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[tuple[WorkerProcess, WorkerProcess]]:
+    p, d = WorkerProcess("prefill", dict(ORACLE)), WorkerProcess("decode", dict(ORACLE))
+    try:
+        await asyncio.gather(p.start(), d.start())
+        yield p, d
+    finally:
+        codes = await p.stop(), await d.stop()
+    assert codes == (0, 0), f"{p.log()}\n{d.log()}"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def router(pair: tuple[WorkerProcess, WorkerProcess]) -> AsyncIterator[Router]:
+    router = await Router(*pair).open()
+    yield router
+    await router.close()
+    await baseline(*pair)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Tokens that no other test uses as a prefix."""
+    return [seed % 251, seed // 251, *((seed * 31 + i * 7) % 250 for i in range(2, length))][:length]
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 255, 256, 257, 1000])
+async def test_a_handed_over_prompt_continues_exactly_as_a_local_one(router: Router, length: int) -> None:
+    tokens = prompt(length, length)
+    moved = await router.disaggregated(request(tokens, max_tokens=20))
+    local = await router.local(request(tokens, max_tokens=20))
+    other = await router.local(request([*tokens[:-1], tokens[-1] ^ 1], max_tokens=20))
+    assert moved.tokens == local.tokens != other.tokens
+    assert moved.finish == local.finish == [common_pb2.FINISH_REASON_LENGTH]
+    assert len(moved.tokens[0]) == 20
+    assert moved.handoff is not None
+    pages = -(-length // 16)
+    assert (moved.handoff.transfer_pages, moved.handoff.transfer_bytes) == (pages, pages * PAGE)
+    assert moved.handoff.transport == "nixl"
+    assert {moved.prefill.pid, moved.handoff.pid} == {router.p.worker.pid, router.d.worker.pid}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("length", "held"), [(64, 48), (70, 64), (257, 256), (512, 496)])
+async def test_a_decode_worker_that_holds_the_prompt_pulls_only_its_last_page_and_confirms(
+    router: Router, length: int, held: int
+) -> None:
+    tokens = prompt(length, 1000 + length)
+    first = await router.disaggregated(request(tokens))
+    again = await router.disaggregated(request(tokens))
+    assert first.tokens == again.tokens
+    assert again.handoff is not None
+    assert (again.handoff.cached_tokens, again.handoff.transfer_bytes) == (held, PAGE)
+    await baseline(router.p.worker, router.d.worker)
+
+
+async def test_a_decode_worker_that_holds_a_part_pulls_only_the_rest(router: Router) -> None:
+    tokens = prompt(400, 7)
+    await router.disaggregated(request(tokens[:160]))
+    answer = await router.disaggregated(request(tokens))
+    assert answer.handoff is not None
+    assert answer.handoff.cached_tokens == 160
+    assert answer.handoff.transfer_bytes == (25 - 10) * PAGE
+    assert answer.tokens == (await router.local(request(tokens))).tokens
+
+
+@pytest.mark.parametrize("cached", [0, 16, 32])
+async def test_a_prompt_of_whole_pages_is_paired_by_position_whatever_is_cached(router: Router, cached: int) -> None:
+    tokens = prompt(32, 2000 + cached)
+    if cached:
+        await router.local(request(tokens[:cached]))
+    answer = await router.disaggregated(request(tokens))
+    assert answer.tokens == (await router.local(request(tokens))).tokens
+
+
+async def test_the_same_prompt_a_hundred_times_frees_the_source_every_time(router: Router) -> None:
+    tokens = prompt(64, 3)
+    seen = set()
+    for index in range(100):
+        answer = await router.disaggregated(request(tokens, max_tokens=2))
+        seen.add(tuple(answer.tokens[0]))
+        assert answer.handoff is not None
+        assert answer.handoff.transfer_bytes == (4 if index == 0 else 1) * PAGE
+    assert len(seen) == 1
+    await baseline(router.p.worker)
+    assert (await router.p.worker.load()).pages_cached <= 1024
+
+
+async def test_the_prompt_is_really_moved_and_not_recomputed(router: Router) -> None:
+    answer = await router.disaggregated(request(prompt(512, 5)))
+    assert answer.handoff is not None
+    assert answer.final is not None
+    assert answer.handoff.transfer_pages >= 31
+    assert answer.final.recomputed_tokens == 0
+    assert answer.final.prefill_s == 0.0
+
+
+async def test_four_choices_share_one_prefill_and_one_hand_off(router: Router) -> None:
+    tokens = prompt(40, 11)
+    options = {"n": 4, "seed": 1, "temperature": 0.8, "max_tokens": 30}
+    moved = await router.disaggregated(request(tokens, **options))
+    local = await router.local(request(tokens, **options))
+    assert moved.tokens == local.tokens
+    assert len({tuple(t) for t in moved.tokens}) == 4
+    assert moved.handoff is not None
+    assert moved.handoff.transfer_pages == 3
+    await baseline(router.p.worker, router.d.worker)
+
+
+async def test_seeded_sampling_with_penalties_is_the_same_handed_over_and_local(router: Router) -> None:
+    options = {
+        "temperature": 1.1, "top_k": 50, "top_p": 0.9, "seed": 99, "presence_penalty": 0.5, "frequency_penalty": 0.2,
+        "repetition_penalty": 1.2, "max_tokens": 40, "logprobs": True, "top_logprobs": 3,
+    }  # fmt: skip
+    tokens = prompt(100, 13)
+    moved = await router.disaggregated(request(tokens, **options))
+    local = await router.local(request(tokens, **options))
+    assert moved.tokens == local.tokens
+    assert moved.logprobs == local.logprobs
+    assert [len(p.top) for p in moved.logprobs[0]] == [3] * 40
+
+
+async def test_a_continuation_goes_on_where_the_earlier_attempt_stopped(router: Router) -> None:
+    tokens = prompt(50, 17)
+    whole = await router.local(request(tokens, max_tokens=24, temperature=0.7, seed=5))
+    taken = whole.tokens[0][:9]
+    work = request(
+        tokens + taken, prompt_len=50, attempt=2, max_tokens=24, temperature=0.7, seed=5, remaining_ms=20_000
+    )
+    rest = await router.disaggregated(work)
+    assert rest.tokens[0] == whole.tokens[0][9:]
+    assert rest.finish == whole.finish
+
+
+async def test_a_request_that_ends_at_its_first_token_moves_nothing(router: Router) -> None:
+    work = request(prompt(40, 19), max_tokens=1)
+    await router.submit_both(work)
+    assert (await router.p.next(work.ref)).WhichOneof("event") == "ticket"
+    done = (await router.p.next(work.ref)).done
+    assert [f.finish for f in done.first] == [common_pb2.FINISH_REASON_LENGTH]
+    await router.d.send(cancel=common_pb2.Cancel(ref=work.ref))
+    await router.p.send(release=common_pb2.Cancel(ref=work.ref))
+    await baseline(router.p.worker, router.d.worker)
+    assert router.d.queue(work.ref).empty()
+
+
+async def test_a_choice_that_ends_at_its_first_token_leaves_the_others_running(router: Router) -> None:
+    tokens = prompt(30, 23)
+    options: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 3}
+    probe = await router.local(request(tokens, max_tokens=6, **options))
+    stop = probe.tokens[1][0]
+    options["stop_token_ids"] = [stop]
+    moved = await router.disaggregated(request(tokens, max_tokens=6, **options))
+    local = await router.local(request(tokens, max_tokens=6, **options))
+    assert moved.tokens == local.tokens
+    assert moved.finish == local.finish
+    assert moved.finish[1] == common_pb2.FINISH_REASON_STOP
+
+
+async def test_prompt_scores_come_whole_from_either_leg(router: Router) -> None:
+    tokens = prompt(3000, 29)
+    options = {"prompt_logprobs": True, "prompt_top_logprobs": 20, "max_tokens": 2}
+    moved = await router.disaggregated(request(tokens, **options))
+    local = await router.local(request(tokens, **options))
+    assert len(moved.prompt_scores) == 2999
+    assert moved.prompt_scores == local.prompt_scores
+    assert [s.token for s in moved.prompt_scores] == tokens[1:]
+    assert all(m.ByteSize() <= 1 << 20 for m in router.p.messages)
+
+
+async def test_many_requests_at_once_share_messages_and_stay_apart(router: Router) -> None:
+    prompts = [prompt(20 + i, 100 + i) for i in range(24)]
+    before = len(router.d.messages)
+    moved = await asyncio.gather(*(router.disaggregated(request(t, max_tokens=32)) for t in prompts))
+    messages = router.d.messages[before:]
+    local = [await router.local(request(t, max_tokens=32)) for t in prompts]
+    assert [a.tokens for a in moved] == [a.tokens for a in local]
+    carried = [len(m.events) for m in messages]
+    assert max(carried) > 4  # one message carries every request's tokens of a step
+    loads = [m.load.sequence for m in router.d.messages]
+    assert loads == sorted(set(loads))
+
+
+async def test_the_ticket_may_come_long_after_admission_or_before_the_submit(router: Router) -> None:
+    work = request(prompt(40, 31))
+    await router.p.send(submit=work)
+    ticket = (await router.p.next(work.ref)).ticket
+    await router.d.send(ticket=decode_pb2.DecodeTicket(ref=work.ref, ticket=ticket))
+    await router.d.send(submit=decode_pb2.DecodeSubmit(request=work, fence=1))
+    assert (await router.d.next(work.ref)).WhichOneof("event") == "handoff"
+    while not (await router.d.next(work.ref)).tokens.finish:
+        pass
+
+
+async def test_reserved_capacity_is_taken_by_the_submit_and_a_cancelled_reservation_is_free(router: Router) -> None:
+    p, d = router.p.worker, router.d.worker
+    work = request(prompt(100, 37))
+    needs = common_pb2.Needs(prompt_tokens=100, headroom_tokens=64, choices=1, prefill_tokens=100)
+    ask = common_pb2.ReserveRequest(ref=work.ref, router_id="r", needs=needs, remaining_ms=60_000)
+    at_p = await p.prefill.Reserve(ask)
+    at_d = await d.decode.Reserve(ask)
+    assert at_p.reservation_id
+    assert at_d.reservation_id
+    assert (await d.load()).pages_reserved >= 7
+    assert (await d.decode.Reserve(ask)).reservation_id == at_d.reservation_id  # a lost answer asked for again
+    work.reservation_id = at_p.reservation_id
+    await router.p.send(submit=work)
+    work.reservation_id = at_d.reservation_id
+    await router.d.send(submit=decode_pb2.DecodeSubmit(request=work, fence=1))
+    await router.forward(work)
+    await router.p.next(work.ref)
+    while not (await router.d.next(work.ref)).tokens.finish:
+        pass
+    other = common_pb2.ReserveRequest(ref=request([1]).ref, needs=needs, remaining_ms=60_000)
+    kept = await p.prefill.Reserve(other)
+    cancel = common_pb2.CancelReservationRequest(reservation_id=kept.reservation_id)
+    assert (await p.prefill.CancelReservation(cancel)).released
+    assert not (await p.prefill.CancelReservation(cancel)).released
+    await baseline(p, d)
+
+
+async def test_more_than_the_pool_is_refused_for_ever_and_too_much_now_only_for_now(router: Router) -> None:
+    def ask(tokens: int) -> common_pb2.ReserveRequest:
+        needs = common_pb2.Needs(prompt_tokens=tokens, choices=1)
+        return common_pb2.ReserveRequest(ref=request([1]).ref, needs=needs, remaining_ms=60_000)
+
+    never = await router.p.worker.prefill.Reserve(ask(20_000))
+    assert (never.reservation_id, never.refusal.retryable) == ("", False)
+    held = [await router.p.worker.prefill.Reserve(ask(8_000)) for _ in range(2)]
+    later = await router.p.worker.prefill.Reserve(ask(8_000))
+    assert (later.reservation_id, later.refusal.retryable) == ("", True)
+    assert later.free.pages < 500
+    for one in held:
+        await router.p.worker.prefill.CancelReservation(
+            common_pb2.CancelReservationRequest(reservation_id=one.reservation_id)
+        )
+
+
+async def test_a_prompt_longer_than_a_message_comes_in_pieces_to_both(router: Router) -> None:
+    tokens = prompt(5000, 41)
+    work = request(tokens, max_tokens=4)
+    head = common_pb2.WorkRequest()
+    head.CopyFrom(work)
+    del head.tokens[2000:]
+    head.more_tokens = True
+    rest = [(2000, 2000, True), (4000, 1000, False)]
+    await router.p.send(submit=head)
+    await router.d.send(submit=decode_pb2.DecodeSubmit(request=head, fence=1))
+    for offset, count, more in rest:
+        chunk = common_pb2.TokenChunk(ref=work.ref, offset=offset, tokens=tokens[offset : offset + count], more=more)
+        await router.p.send(tokens=chunk)
+        await router.d.send(tokens=chunk)
+    await router.forward(work)
+    first = (await router.p.next(work.ref)).done.first[0].token
+    assert (await router.d.next(work.ref)).handoff.times.transfer_pages == 313
+    assert first == (await router.local(request(tokens, max_tokens=1))).tokens[0][0]
+    while not (await router.d.next(work.ref)).tokens.finish:
+        pass
+
+
+# --- tickets ---------------------------------------------------------------------------------------------------------
+
+
+async def _refused(worker: WorkerProcess, ticket: kvsource_pb2.SignedTicket, first_token: int = 0) -> KvLost:
+    watch = worker.kvsource.Watch(
+        kvsource_pb2.WatchRequest(ticket=ticket, first_token=first_token, fence=1, worker_id="d-1", epoch=1)
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await watch.read()
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    error = rpc.from_rpc_error(caught.value)
+    assert isinstance(error, KvLost)
+    return error
+
+
+async def test_a_forged_ticket_a_released_one_and_one_out_of_range_are_refused(router: Router) -> None:
+    p = router.p.worker
+    work = request(prompt(20, 43))
+    await router.p.send(submit=work)
+    ticket = kvsource_pb2.SignedTicket.FromString((await router.p.next(work.ref)).ticket.ticket)
+    await router.p.next(work.ref)
+
+    await _refused(p, kvsource_pb2.SignedTicket(ticket=b"nonsense", mac=ticket.mac))
+    other = kvsource_pb2.Ticket.FromString(ticket.ticket)
+    other.ref.request_id = "somebody-else"
+    await _refused(p, kvsource_pb2.SignedTicket(ticket=other.SerializeToString(), mac=ticket.mac))
+    await _refused(p, ticket, first_token=20)
+    await _refused(router.d.worker, ticket)  # signed by another worker
+
+    await router.p.send(release=common_pb2.Cancel(ref=work.ref))
+    await baseline(p)
+    assert "released" in (await _refused(p, ticket)).message
+
+
+async def test_a_ticket_that_was_used_is_refused_and_the_router_hears_that_the_kv_is_lost(router: Router) -> None:
+    work = request(prompt(20, 47))
+    await router.submit_both(work)
+    ticket = await router.forward(work)
+    await router.p.next(work.ref)
+    while not (await router.d.next(work.ref)).tokens.finish:
+        pass
+    await baseline(router.p.worker)
+    again = request(prompt(20, 47))
+    await router.d.send(submit=decode_pb2.DecodeSubmit(request=again, fence=1))
+    await router.d.send(ticket=decode_pb2.DecodeTicket(ref=again.ref, ticket=ticket))
+    failed = (await router.d.next(again.ref)).failed
+    assert (failed.error.reason, failed.kv_lost) == ("ticket_invalid", True)
+    await baseline(router.d.worker)
+
+
+# --- streams and administration --------------------------------------------------------------------------------------
+
+
+async def test_a_hello_for_another_epoch_or_protocol_is_refused(pair: tuple[WorkerProcess, WorkerProcess]) -> None:
+    link = Link(pair[0], "prefill", "router-x")
+    with pytest.raises(EpochMismatch):
+        await link.open(epoch=pair[0].epoch - 1)
+    call = pair[1].decode.Open()
+    hello = common_pb2.Hello(router_id="x", worker_epoch=pair[1].epoch, protocol_min=7, protocol_max=9)
+    await call.write(decode_pb2.DecodeCommand(hello=hello))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert isinstance(rpc.from_rpc_error(caught.value), LayoutMismatch)
+
+
+async def test_a_request_that_can_never_work_fails_alone_on_both_legs(router: Router) -> None:
+    bad = request([1, 2, 3], temperature=float("nan"))
+    await router.p.send(submit=bad)
+    assert (await router.p.next(bad.ref)).failed.field == "sampling.temperature"
+    await router.d.send(submit=decode_pb2.DecodeSubmit(request=bad, local=True))
+    failed = (await router.d.next(bad.ref)).failed
+    assert (failed.error.field, failed.kv_lost) == ("sampling.temperature", False)
+    good = await router.disaggregated(request([1, 2, 3]))
+    assert len(good.tokens[0]) == 8
+
+
+async def test_the_same_attempt_submitted_again_gets_the_same_ticket_and_holds_its_pages_once(router: Router) -> None:
+    work = request(prompt(64, 53))
+    await router.p.send(submit=work)
+    first = (await router.p.next(work.ref)).ticket
+    done = (await router.p.next(work.ref)).done
+    await router.p.send(submit=work)
+    assert (await router.p.next(work.ref)).ticket == first
+    assert (await router.p.next(work.ref)).done == done
+    load = await router.p.worker.load()
+    assert (load.leases, load.pages_total - load.pages_free) == (1, 4)
+    await router.p.send(release=common_pb2.Cancel(ref=work.ref))
+
+
+async def test_a_deadline_ends_a_request_wherever_it_is(router: Router) -> None:
+    work = request(prompt(20, 59), max_tokens=4000, remaining_ms=150)
+    await router.d.send(submit=decode_pb2.DecodeSubmit(request=work, local=True))
+    while (event := await router.d.next(work.ref)).WhichOneof("event") == "tokens":
+        pass
+    assert event.failed.error.reason == "deadline_exceeded"
+    waiting = request(prompt(20, 61), remaining_ms=150)  # a hand-off whose ticket never comes
+    await router.d.send(submit=decode_pb2.DecodeSubmit(request=waiting, fence=1))
+    assert (await router.d.next(waiting.ref)).failed.error.reason == "deadline_exceeded"
+    await baseline(router.d.worker)
+
+
+async def test_a_worker_describes_itself_and_its_role_is_only_what_it_says(router: Router) -> None:
+    p, d = router.p.worker, router.d.worker
+    about, other = await p.describe(), await d.describe()
+    assert (about.model, about.vocab_size, about.layout.page_tokens) == ("oracle", 259, 16)
+    assert (about.transport, about.pid, about.epoch) == ("nixl", p.pid, p.epoch)
+    assert about.layout == other.layout
+    assert about.role == common_pb2.ROLE_PREFILL
+    await p.admin.SetRole(worker_pb2.SetRoleRequest(role=common_pb2.ROLE_DECODE))
+    assert (await p.describe()).role == common_pb2.ROLE_DECODE
+    back = await Router(d, p).open()  # the prefill worker decodes what the decode worker computed
+    tokens = prompt(90, 67)
+    assert (await back.disaggregated(request(tokens))).tokens == (await router.local(request(tokens))).tokens
+    await back.close()
+    await p.admin.SetRole(worker_pb2.SetRoleRequest(role=common_pb2.ROLE_PREFILL))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await p.admin.SetRole(worker_pb2.SetRoleRequest())
+    assert isinstance(rpc.from_rpc_error(caught.value), InvalidRequest)
+
+
+async def test_one_worker_may_be_both_ends_of_a_hand_off(pair: tuple[WorkerProcess, WorkerProcess]) -> None:
+    both = await Router(pair[1], pair[1]).open()
+    tokens = prompt(77, 71)
+    answer = await both.disaggregated(request(tokens))
+    assert answer.tokens == (await both.local(request(tokens))).tokens
+    await both.close()
+    await baseline(pair[1])
+
+
+async def test_the_cache_feed_starts_with_a_snapshot_and_goes_on_without_a_gap(router: Router) -> None:
+    d = router.d.worker
+    feed = d.admin.CacheEvents(worker_pb2.CacheEventsRequest())
+    known: set[bytes] = set()
+    while True:
+        batch = await feed.read()
+        assert batch.snapshot
+        assert batch.epoch == d.epoch
+        known.update(key for event in batch.events for key in event.page_keys)
+        if batch.snapshot_end:
+            break
+    await router.disaggregated(request(prompt(64, 73)))
+    fresh: set[bytes] = set()
+    sequence = batch.first_sequence
+    while len(fresh) < 4:
+        batch = await feed.read()
+        assert not batch.snapshot
+        assert batch.first_sequence == sequence + 1
+        sequence += len(batch.events)
+        stored = {k for e in batch.events if e.kind == worker_pb2.CacheEvent.KIND_STORED for k in e.page_keys}
+        fresh |= stored
+    assert all(len(key) == 32 for key in fresh)
+    assert not fresh & known
+    feed.cancel()
+    later = d.admin.CacheEvents(worker_pb2.CacheEventsRequest(after_sequence=sequence - 1, epoch=d.epoch))
+    batch = await later.read()
+    assert (batch.snapshot, batch.first_sequence) == (False, sequence)
+    later.cancel()
+    stale = d.admin.CacheEvents(worker_pb2.CacheEventsRequest(after_sequence=1, epoch=1))
+    assert (await stale.read()).snapshot
+    stale.cancel()
