@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 BROKEN = "\ufffd"
-WINDOW = 24
+WINDOW = 12
 CONTEXT = 6
+MAX_BROKEN = 32
+"""Tokens that may go by without a whole text. A character has at most 4 bytes, so this is noise and is let go."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -40,6 +42,8 @@ class Detokenizer:
         piece = self._give(sure)
         if len(sure) == len(text):
             self._advance()
+        elif len(self._window) - self._whole > MAX_BROKEN:  # not a character in the making: the model writes garbage
+            piece += self.flush()
         return piece
 
     def flush(self) -> str:

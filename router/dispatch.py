@@ -20,7 +20,7 @@ from router.booking import Booking
 from router.codec import Codec
 from router.fleet import Fleet
 from router.legs import DecodeLeg, PrefillLeg
-from router.progress import GOES_ON, Progress
+from router.progress import GOES_ON, LENGTH, Finish, Progress
 from router.request import Ledger, Outcome, Reply, Work
 from router.worker import Worker
 from runtime import errors
@@ -87,6 +87,7 @@ class Dispatch:
         self.early: list[decode_pb2.ChoiceTokens] = []  # D may be ahead of P's answer
         self.refused_decode: set[str] = set()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the first token is there
         self.moved_at = 0.0  # the last progress
         self._replacing: asyncio.Task[None] | None = None
 
@@ -284,12 +285,13 @@ class Dispatch:
             self.settle(error)
             return
         if delta is not None:
-            if not self.ledger.first_token_s:
+            if not self.begun.done():
+                self.begun.set_result(None)
                 self.ledger.first_token_s = self.moved_at - self.work.arrived
             if not self.work.scoring:
                 self.reply.delta(delta)
         if finished is not None:
-            self.reply.finished(finished)
+            self.reply.finished(Finish(finished.choice, LENGTH) if self.work.scoring else finished)
         if self.progress.finished:
             self.settle(None)
 
@@ -364,7 +366,9 @@ class Dispatch:
             pause = limit - self._now()
             if pause <= 0:
                 raise error
-            await asyncio.wait((self.done,), timeout=pause)
+            # The first token changes the timer that counts, so it wakes this up once.
+            events = (self.done,) if self.begun.done() else (self.done, self.begun)
+            await asyncio.wait(events, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         self.done.result()
 
     def _next_timer(self) -> tuple[float, PdserveError]:
@@ -411,6 +415,7 @@ class Dispatch:
         self.ledger.total_s = self._now() - self.work.arrived
         prompt = len(self.work.tokens)
         return Outcome(
+            request_id=self.work.request_id,
             prompt_tokens=prompt,
             completion_tokens=0 if self.work.scoring else self.progress.completion_tokens,
             cached_tokens=min(self.ledger.cached_tokens, prompt),

@@ -71,6 +71,7 @@ class Fleet:
         self._refused = metrics.counter(
             "pdserve_router_workers_refused", "Workers that do not fit this router's model", ["reason"]
         )
+        self._late = metrics.counter("pdserve_router_late_events", "Events of requests that were over, dropped")
         self._usable = metrics.gauge("pdserve_router_workers_usable", "Workers that can be chosen", ["role"])
         self._inflight = metrics.gauge(
             "pdserve_router_worker_inflight", "Requests of this router at a worker", ["worker"]
@@ -81,7 +82,7 @@ class Fleet:
     def added(self, record: registry_pb2.WorkerRecord) -> None:
         if record.worker_id in self._workers:
             self.removed(record)
-        worker = Worker(record, self._config, self._router_id, self._notify, self._worker_lost)
+        worker = Worker(record, self._config, self._router_id, self._notify, self._worker_lost, self._late.inc)
         self._workers[worker.id] = worker
         self._lost[worker.id] = asyncio.Event()
         self._keepers[worker.id] = asyncio.create_task(self._keep(worker), name=f"worker-{worker.id}")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from protos.v1 import inference_pb2
 from router.codec import Codec, Message, Rendered
 from router.dispatch import Dispatcher
 from router.params import Limits, Params, check, check_prompt, clamp, sampling
+from router.progress import LENGTH, Finish
 from router.request import Outcome, Reply, Work
 from router.stats import Stats
 from router.tenants import OPEN, Keys, Permits, Salts, Tenant
@@ -19,8 +21,6 @@ from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, InvalidRequest, NotFound, PdserveError
 from runtime.ids import child_traceparent, new_request_id
-
-MAX_LABEL = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class Call:
     params: Params
     model: str | None = None
     field: str = "prompt"
-    label: str = ""
     traceparent: str = ""
     timeout_s: float | None = None
     tenant: Tenant = OPEN
@@ -50,10 +49,9 @@ class Call:
 
 @dataclass(slots=True)
 class Prepared:
-    """Rendered and checked: one Work per prompt. `texts`: the prompts as text, where an echo needs them."""
+    """Rendered and checked: one Work per prompt."""
 
     works: list[Work] = field(default_factory=list)
-    arrived: float = 0.0
     render_s: float = 0.0
 
 
@@ -103,7 +101,7 @@ class Front:
             check_prompt(ids, self.limits, call.field)
         now = self.clock.monotonic()
         works = [self._work(call, ids, arrived, index) for index, ids in enumerate(tokens)]
-        return Prepared(works, arrived, now - arrived)
+        return Prepared(works, now - arrived)
 
     async def tokens(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, Chat):
@@ -125,8 +123,6 @@ class Front:
     def _work(self, call: Call, tokens: list[int], arrived: float, index: int) -> Work:
         params = clamp(call.params, len(tokens), self.limits)
         scoring = params.max_tokens == 0
-        if scoring:
-            params = replace(params, n=1)
         timeout = self.config.request_timeout_s
         if call.timeout_s is not None:
             timeout = min(timeout, call.timeout_s)
@@ -140,36 +136,37 @@ class Front:
             deadline=arrived + timeout,
             arrived=arrived,
             tenant=call.tenant.name,
-            label=call.label[:MAX_LABEL],
             traceparent=child_traceparent(call.traceparent),
             scoring=scoring,
         )
 
-    async def generate(self, call: Call, prepared: Prepared, replies: Sequence[Reply]) -> list[Outcome]:
-        """Run every prompt of a call; the first failure ends the others. One outcome is recorded for the call.
+    async def generate(self, prepared: Prepared, replies: Sequence[Reply]) -> list[Outcome]:
+        """Run every prompt of a call; the first failure ends the others.
 
         Raises PdserveError or asyncio.CancelledError; nothing is held afterwards.
         """
-        with self.stats.request(call.tenant.name, call.label) as record:
-            if prepared.works and prepared.works[0].deadline <= self.clock.monotonic():
-                raise DeadlineExceeded("the request's deadline passed")
-            works = prepared.works
-            if len(works) == 1:
-                outcomes = [await self.dispatcher.run(works[0], replies[0])]
-            else:
-                outcomes = await self._all(works, replies)
-            for outcome in outcomes:
-                outcome.ledger.render_s = prepared.render_s
-            record.completed(works[0].request_id, outcomes)
-            return outcomes
+        works = prepared.works
+        if len(works) == 1:
+            outcomes = [await self._one(works[0], replies[0])]
+        else:
+            outcomes = await self._all(works, replies)
+        for outcome in outcomes:
+            outcome.ledger.render_s = prepared.render_s
+        return outcomes
+
+    async def _one(self, work: Work, reply: Reply) -> Outcome:
+        if work.deadline <= self.clock.monotonic():
+            raise DeadlineExceeded("the request's deadline passed")
+        if work.scoring and not work.sampling.prompt_logprobs:  # an echo and nothing else: no worker is needed
+            reply.finished(Finish(0, LENGTH))
+            reply.step()
+            return Outcome(work.request_id, len(work.tokens), 0, 0, inference_pb2.Ledger())
+        return await self.dispatcher.run(work, reply)
 
     async def _all(self, works: Sequence[Work], replies: Sequence[Reply]) -> list[Outcome]:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self.dispatcher.run(work, reply))
-                    for work, reply in zip(works, replies, strict=True)
-                ]
+                tasks = [group.create_task(self._one(work, reply)) for work, reply in zip(works, replies, strict=True)]
         except BaseExceptionGroup as failures:
             raise _first(failures) from failures
         return [task.result() for task in tasks]

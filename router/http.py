@@ -21,6 +21,7 @@ from router.params import Params
 from router.replies import ChatStream, Collected, CompletionStream, EchoedPrompt, Frame
 from router.request import Outcome, Reply
 from router.sink import Sink
+from router.stats import Record
 from router.tenants import Tenant
 from runtime.errors import Draining, InvalidRequest, NotFound, PayloadTooLarge, PdserveError, Unsupported
 from runtime.health import Health, Report
@@ -32,6 +33,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
 LABEL_HEADER = "x-request-id"
 REASON_HEADER = "x-pd-reason"
+MAX_LABEL = 128
 
 _log = structlog.get_logger("pdserve.router.http")
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -83,36 +85,36 @@ class HttpFace:
     # generation
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = schema.parse(await request.read(), schema.ChatBody)
-        chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
-        params = schema.params_of(body, self._defaults)
-        call = self._call(request, [chat], params, body.model, "messages", body.user)
-        with self._front.permits.hold(call.tenant, 1):
-            prepared = await self._front.prepare(call)
-            frame = self._frame("chatcmpl", call, prepared, body.include_usage)
-            if not params.stream:
+        with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
+            body = schema.parse(await request.read(), schema.ChatBody)
+            chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
+            params = schema.params_of(body, self._defaults)
+            call = self._call(request, record, [chat], params, body.model, "messages", body.user)
+            with self._front.permits.hold(call.tenant, 1):
+                prepared = await self._front.prepare(call)
+                frame = self._frame("chatcmpl", call, body.include_usage)
+                if params.stream:
+                    return await self._stream(request, record, prepared, frame, ChatStream)
                 collected = Collected(params.n)
-                outcomes = await self._front.generate(call, prepared, [collected])
-                return _json(replies.chat_body(frame, collected, outcomes))
-            return await self._stream(request, call, prepared, frame, ChatStream)
+                record.completed(await self._front.generate(prepared, [collected]))
+                return _json(replies.chat_body(frame, collected, record.outcomes))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = schema.parse(await request.read(), schema.CompletionBody)
-        prompts = schema.prompts_of(body.prompt, self._front.limits)
-        params = schema.params_of(body, self._defaults)
-        call = self._call(request, prompts, params, body.model, "prompt", body.user)
-        with self._front.permits.hold(call.tenant, len(prompts)):
-            prepared = await self._front.prepare(call)
-            echoes = [
-                await self._echo(prompt, work.tokens, params)
-                for prompt, work in zip(prompts, prepared.works, strict=True)
-            ]
-            frame = self._frame("cmpl", call, prepared, body.include_usage)
-            if not params.stream:
+        with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
+            body = schema.parse(await request.read(), schema.CompletionBody)
+            prompts = schema.prompts_of(body.prompt, self._front.limits)
+            params = schema.params_of(body, self._defaults)
+            call = self._call(request, record, prompts, params, body.model, "prompt", body.user)
+            with self._front.permits.hold(call.tenant, len(prompts)):
+                prepared = await self._front.prepare(call)
+                pairs = zip(prompts, prepared.works, strict=True)
+                echoes = [await self._echo(prompt, work.tokens, params) for prompt, work in pairs]
+                frame = self._frame("cmpl", call, body.include_usage)
+                if params.stream:
+                    return await self._stream(request, record, prepared, frame, CompletionStream, echoes)
                 collected = [Collected(params.n) for _ in prepared.works]
-                outcomes = await self._front.generate(call, prepared, collected)
-                return _json(replies.completion_body(frame, collected, echoes, outcomes))
-            return await self._stream(request, call, prepared, frame, CompletionStream, echoes)
+                record.completed(await self._front.generate(prepared, collected))
+                return _json(replies.completion_body(frame, collected, echoes, record.outcomes))
 
     async def _echo(self, prompt: Any, tokens: Sequence[int], params: Params) -> EchoedPrompt:
         if not params.echo:
@@ -125,23 +127,29 @@ class HttpFace:
         return EchoedPrompt(text, tuple(tokens))
 
     def _call(
-        self, request: web.Request, prompts: Sequence[Any], params: Params, model: str | None, name: str, user: str
+        self,
+        request: web.Request,
+        record: Record,
+        prompts: Sequence[Any],
+        params: Params,
+        model: str | None,
+        name: str,
+        user: str,
     ) -> Call:
         if self._front.draining:
             raise Draining("the router is shutting down", retry_after_ms=1000)
-        label = request.headers.get(LABEL_HEADER, "") or user
+        record.label = (request.headers.get(LABEL_HEADER, "") or user)[:MAX_LABEL]
         return Call(
             prompts=prompts,
             params=params,
             model=model,
             field=name,
-            label=label,
             traceparent=request.headers.get("traceparent", ""),
             tenant=request[TENANT],
             request_id=request[REQUEST_ID],
         )
 
-    def _frame(self, prefix: str, call: Call, prepared: Prepared, include_usage: bool) -> Frame:
+    def _frame(self, prefix: str, call: Call, include_usage: bool) -> Frame:
         return Frame(
             id=f"{prefix}-{call.request_id}",
             created=int(self._front.clock.wall()),
@@ -154,7 +162,7 @@ class HttpFace:
     async def _stream(
         self,
         request: web.Request,
-        call: Call,
+        record: Record,
         prepared: Prepared,
         frame: Frame,
         kind: type[ChatStream] | type[CompletionStream],
@@ -165,15 +173,15 @@ class HttpFace:
         made: list[Reply] = [
             ChatStream(frame, sink)
             if kind is ChatStream
-            else CompletionStream(frame, sink, place * call.params.n, echoes[place])
+            else CompletionStream(frame, sink, place * frame.params.n, echoes[place])
             for place in range(len(prepared.works))
         ]
-        run = asyncio.create_task(self._front.generate(call, prepared, made))
+        run = asyncio.create_task(self._front.generate(prepared, made))
         try:
             await self._until_first_byte(run, sink)
             if not sink.wanted.is_set() and run.done():
                 run.result()  # an error before the first byte still has its status
-            await sink.open(request, {LABEL_HEADER: call.request_id})
+            await sink.open(request, {LABEL_HEADER: record.request_id})
             await self._keep_alive(run, sink)
         except BaseException:
             run.cancel()
@@ -185,8 +193,10 @@ class HttpFace:
             raise ConnectionResetError("the client reads too slowly")
         error = run.exception()
         if error is None:
-            replies.write_end(frame, kind.kind, sink, run.result())
+            record.completed(run.result())
+            replies.write_end(frame, kind.kind, sink, record.outcomes)
         else:
+            record.failed(_known(error))
             sink.write(b"data: " + orjson.dumps(shapes.error_body(_known(error))) + b"\n\n")
         return await sink.finish()
 
@@ -232,11 +242,16 @@ class HttpFace:
         return _json({"model": self._front.model, "prompts": [{"token_ids": ids} for ids in tokens]})
 
     async def derender_chat(self, request: web.Request) -> web.Response:
-        text = await self._detokenized(request, skip=True)
+        text = await self._derendered(request)
         return _json({"message": {"role": "assistant", "content": text}})
 
     async def derender_completion(self, request: web.Request) -> web.Response:
-        return _json({"text": await self._detokenized(request, skip=True)})
+        return _json({"text": await self._derendered(request)})
+
+    async def _derendered(self, request: web.Request) -> str:
+        body = schema.parse(await request.read(), schema.DerenderBody)
+        self._front.check_model(body.model)
+        return await self._text("token_ids", body.token_ids, skip=body.skip_special_tokens)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         front = self._front
@@ -255,13 +270,13 @@ class HttpFace:
         return _json(answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        return _json({"prompt": await self._detokenized(request, skip=False)})
-
-    async def _detokenized(self, request: web.Request, *, skip: bool) -> str:
-        body = schema.parse(await request.read(), schema.TokensBody)
+        body = schema.parse(await request.read(), schema.DetokenizeBody)
         self._front.check_model(body.model)
-        tokens = schema.token_list(body.tokens, "tokens", self._front.limits) if body.tokens != [] else []
-        return await self._front.codec.decode_long(tokens, skip_special=skip or body.skip_special_tokens)
+        return _json({"prompt": await self._text("tokens", body.tokens, skip=body.skip_special_tokens)})
+
+    async def _text(self, name: str, given: Any, *, skip: bool) -> str:
+        tokens = [] if given == [] else schema.token_list(given, name, self._front.limits)
+        return await self._front.codec.decode_long(tokens, skip_special=skip)
 
     # operation
 

@@ -19,11 +19,13 @@ from router.front import Call, Chat, Front, Prompt
 from router.params import Params
 from router.progress import Delta, Finish
 from router.request import Outcome
+from router.stats import Record
 from router.tenants import Tenant
 from runtime.errors import Draining, InvalidRequest, PdserveError, QuotaExceeded
 from runtime.ids import new_request_id
 
 Event = inference_pb2.GenerateEvent
+MAX_LABEL = 128
 
 
 class EventBuffer:
@@ -95,32 +97,40 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[Event]:
         front = self._front
-        call = self._call(request, context)
-        with front.permits.hold(call.tenant, 1):
-            prepared = await front.prepare(call)
-            work = prepared.works[0]
-            echo = front.codec.decode(work.tokens, skip_special=call.params.skip_special) if call.params.echo else ""
-            buffer = EventBuffer(front.config.stream_buffer_bytes, echo)
-            run = asyncio.create_task(front.generate(call, prepared, [buffer]))
-            run.add_done_callback(lambda _: buffer.wake.set())
-            try:
+        tenant = self._tenant(context)
+        with front.stats.request(tenant.name, new_request_id()) as record:
+            call = self._call(request, context, tenant, record)
+            with front.permits.hold(tenant, 1):
+                prepared = await front.prepare(call)
+                work = prepared.works[0]
+                echo = (
+                    front.codec.decode(work.tokens, skip_special=call.params.skip_special) if call.params.echo else ""
+                )
+                buffer = EventBuffer(front.config.stream_buffer_bytes, echo)
+                run = asyncio.create_task(front.generate(prepared, [buffer]))
+                run.add_done_callback(lambda _: buffer.wake.set())
                 started = inference_pb2.GenerateStarted(
                     request_id=call.request_id, model=front.model, prompt_tokens=len(work.tokens)
                 )
-                async for event in self._events(run, buffer, started, call.params):
-                    yield event
-            finally:
-                if not run.done():
-                    run.cancel()
-                    await asyncio.wait((run,))
+                try:
+                    async for event in self._events(run, buffer, started):
+                        yield event
+                    yield _last(run, record, call.params)
+                finally:
+                    if not run.done():
+                        run.cancel()
+                        await asyncio.wait((run,))
+
+    async def _echo(self, params: Params, tokens: Sequence[int]) -> str:
+        return await self._front.codec.decode_long(tokens, skip_special=params.skip_special) if params.echo else ""
 
     async def _events(
         self,
         run: asyncio.Task[list[Outcome]],
         buffer: EventBuffer,
         started: inference_pb2.GenerateStarted,
-        params: Params,
     ) -> AsyncIterator[Event]:
+        """Everything but the terminal event. Raises the error of a call that sent nothing."""
         first = True
         while True:
             await buffer.wake.wait()
@@ -136,8 +146,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if buffer.overflowed:
                 raise QuotaExceeded("the client reads too slowly", reason="slow_client")
             if ended:
-                break
-        yield _last(run, params)
+                return
 
     async def Render(  # noqa: N802
         self, request: inference_pb2.RenderRequest, context: Any
@@ -211,22 +220,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         generation = not chat.HasField("add_generation_prompt") or chat.add_generation_prompt
         return schema.chat_of(messages, generation, self._front.limits)
 
-    def _call(self, request: inference_pb2.GenerateRequest, context: Any) -> Call:
-        tenant = self._tenant(context)
+    def _call(self, request: inference_pb2.GenerateRequest, context: Any, tenant: Tenant, record: Record) -> Call:
         if self._front.draining:
             raise Draining("the router is shutting down", retry_after_ms=1000)
         prompt, name = self._prompt(request)
         metadata = dict(context.invocation_metadata() or ())
+        record.label = str(metadata.get("x-request-id", ""))[:MAX_LABEL]
         return Call(
             prompts=[prompt],
             params=self._params(request),
             model=request.model or None,
             field=name,
-            label=str(metadata.get("x-request-id", "")),
             traceparent=str(metadata.get("traceparent", "")),
             timeout_s=context.time_remaining(),
             tenant=tenant,
-            request_id=new_request_id(),
+            request_id=record.request_id,
         )
 
     def _prompt(self, request: inference_pb2.GenerateRequest) -> tuple[Prompt, str]:
@@ -280,13 +288,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
 
-def _last(run: asyncio.Task[list[Outcome]], params: Params) -> Event:
+def _last(run: asyncio.Task[list[Outcome]], record: Record, params: Params) -> Event:
     """The one terminal event."""
     error = run.exception()
     if error is not None:
         known = error if isinstance(error, PdserveError) else PdserveError("internal error")
+        record.failed(known)
         return Event(failed=known.detail())
-    outcome = run.result()[0]
+    record.completed(run.result())
+    outcome = record.outcomes[0]
     usage = inference_pb2.Usage(
         prompt_tokens=outcome.prompt_tokens,
         completion_tokens=outcome.completion_tokens,

@@ -63,7 +63,7 @@ class Service(Protocol[D]):
 
 class Link(Generic[C]):
     """The stream to one service of one worker. on_load gets every Load report; on_lost is called once, when the stream
-    will not come back."""
+    will not come back; on_late for every event of a request that is over here."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class Link(Generic[C]):
         on_load: Callable[[common_pb2.Load], None],
         on_lost: Callable[[PdserveError], None],
         on_connected: Callable[[], None],
+        on_late: Callable[[], None],
     ) -> None:
         self._service: Service[C] = service
         self._router_id = router_id
@@ -82,6 +83,7 @@ class Link(Generic[C]):
         self._on_load = on_load
         self._on_lost = on_lost
         self._on_connected = on_connected
+        self._on_late = on_late
         self._legs: dict[Key, Leg] = {}
         self._unacked: dict[Key, int] = {}
         self._urgent: deque[C] = deque()
@@ -228,7 +230,8 @@ class Link(Generic[C]):
             key = (event.ref.request_id, event.ref.attempt)
             leg = self._legs.get(key)
             if leg is None:
-                continue  # late, or of a superseded attempt
+                self._on_late()  # late, or of a superseded attempt
+                continue
             try:
                 leg.on_event(event)
             except Exception as exc:  # noqa: BLE001  RPC boundary: one request's fault must not end the others'

@@ -48,7 +48,6 @@ class Choice:
     matcher: StopMatcher
     next_sequence: int = 0
     finish: Finish | None = None
-    logprob_sum: float = 0.0
 
 
 @dataclass(slots=True)
@@ -124,8 +123,6 @@ class Progress:
             else:
                 text += choice.matcher.flush()
                 choice.finish = Finish(choice.index, finish)
-        if self.params.logprobs is not None:
-            choice.logprob_sum += sum(score.logprob for score in scores[:used])
         delta = None
         if text or used:
             delta = Delta(choice.index, text, tuple(fresh[:used]), tuple(scores[:used]))

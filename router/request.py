@@ -13,8 +13,8 @@ from router.progress import Delta, Finish
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One prompt, ready for workers. deadline: on the router's monotonic clock, seconds. `label`: the client's own
-    name for the request, for logs only. `scoring`: only the prompt's log-probabilities are wanted."""
+    """One prompt, ready for workers. deadline: on the router's monotonic clock, seconds. scoring: only the prompt's
+    log-probabilities (or its echo) are wanted."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -24,7 +24,6 @@ class Work:
     deadline: float
     arrived: float
     tenant: str
-    label: str = ""
     traceparent: str = ""
     scoring: bool = False
 
@@ -102,8 +101,8 @@ class Ledger:
 class Outcome:
     """How a request ended well. Everything else is a PdserveError."""
 
+    request_id: str
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     ledger: inference_pb2.Ledger
-    cumulative_logprobs: tuple[float, ...] = ()

@@ -105,9 +105,15 @@ class RenderCompletionBody(_Body):
     prompt: Any
 
 
-class TokensBody(_Body):
-    """Derender and detokenize. The list is checked by token_list()."""
+class DerenderBody(_Body):
+    """The list is checked by token_list()."""
 
+    model: str | None = None
+    token_ids: Any
+    skip_special_tokens: bool = True
+
+
+class DetokenizeBody(_Body):
     model: str | None = None
     tokens: Any
     skip_special_tokens: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,15 +16,21 @@ _log = structlog.get_logger("pdserve.router.requests")
 
 
 class Record:
-    """The one outcome of a call: set by completed(), or by the exception that leaves the block."""
+    """The one outcome of a call: failed() for an error that was sent inside a stream, else the exception that leaves
+    the block, else completed."""
 
-    def __init__(self) -> None:
-        self.request_id = ""
-        self.outcomes: Sequence[Outcome] = ()
-
-    def completed(self, request_id: str, outcomes: Sequence[Outcome]) -> None:
+    def __init__(self, tenant: str, request_id: str) -> None:
+        self.tenant = tenant
         self.request_id = request_id
+        self.label = ""
+        self.outcomes: Sequence[Outcome] = ()
+        self.error: PdserveError | None = None
+
+    def completed(self, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = outcomes
+
+    def failed(self, error: PdserveError) -> None:
+        self.error = error
 
 
 class Stats:
@@ -50,28 +55,44 @@ class Stats:
         self._clients.labels("slow").inc()
 
     @contextmanager
-    def request(self, tenant: str, label: str) -> Iterator[Record]:
-        """One call: exactly one outcome is counted on leaving, whichever way."""
-        record = Record()
+    def request(self, tenant: str, request_id: str) -> Iterator[Record]:
+        """One call, from its first byte: exactly one outcome is counted on leaving, whichever way."""
+        record = Record(tenant, request_id)
         self._inflight.inc()
         try:
             yield record
-        except asyncio.CancelledError:
-            self._requests.labels("cancelled", "cancelled").inc()
-            _log.info("request", outcome="cancelled", tenant=tenant, label=label)
-            raise
         except PdserveError as error:
-            outcome = _outcome(error)
-            self._requests.labels(outcome, _bounded(error.reason)).inc()
-            _log.info("request", outcome=outcome, reason=error.reason, tenant=tenant, label=label)
+            self._ended(record, error)
+            raise
+        except Exception:
+            self._ended(record, PdserveError("internal error"))
+            raise
+        except BaseException:  # cancelled, or its generator closed: the client went away
+            self._ended(record, Cancelled("the client went away"))
             raise
         else:
-            self._requests.labels("completed", "").inc()
-            self._completed(record, tenant, label)
+            if record.error is not None:
+                self._ended(record, record.error)
+            else:
+                self._requests.labels("completed", "").inc()
+                self._completed(record)
         finally:
             self._inflight.dec()
 
-    def _completed(self, record: Record, tenant: str, label: str) -> None:
+    def _ended(self, record: Record, error: PdserveError) -> None:
+        outcome = _outcome(error)
+        self._requests.labels(outcome, _bounded(error.reason)).inc()
+        _log.info(
+            "request",
+            outcome=outcome,
+            reason=error.reason,
+            field=error.field,
+            request_id=record.request_id,
+            tenant=record.tenant,
+            label=record.label,
+        )
+
+    def _completed(self, record: Record) -> None:
         for outcome in record.outcomes:
             ledger = outcome.ledger
             self._ttft.observe(max(0.0, ledger.first_token_s))
@@ -86,9 +107,9 @@ class Stats:
             _log.info(
                 "request",
                 outcome="completed",
-                request_id=record.request_id,
-                tenant=tenant,
-                label=label,
+                request_id=outcome.request_id,
+                tenant=record.tenant,
+                label=record.label,
                 prompt_tokens=outcome.prompt_tokens,
                 completion_tokens=outcome.completion_tokens,
                 cached_tokens=outcome.cached_tokens,

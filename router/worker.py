@@ -91,6 +91,7 @@ class Worker:
         router_id: str,
         on_change: Callable[[], None],
         on_lost: Callable[[Worker], None],
+        on_late: Callable[[], None],
     ) -> None:
         self.record = record
         self.facts: worker_pb2.DescribeReply | None = None
@@ -102,6 +103,7 @@ class Worker:
         self._router_id = router_id
         self._on_change = on_change
         self._on_lost = on_lost
+        self._on_late = on_late
         self._channel = rpc.channel(record.address, config)
         self._prefill_service = PrefillService(self._channel)
         self._decode_service = DecodeService(self._channel)
@@ -216,6 +218,7 @@ class Worker:
             on_load=self.reported,
             on_lost=lambda _: self._on_lost(self),
             on_connected=self._on_change,
+            on_late=self._on_late,
         )
         link.start()
         return link
