@@ -30,8 +30,8 @@ class Source:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
-        line = await self.process.stdout.readline()
-        assert line, "the source has died"
+        while not (line := await self.process.stdout.readline()).startswith(b"{"):
+            assert line, "the source has died"
         answer: dict[str, Any] = json.loads(line)
         return answer
 
