@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -36,6 +37,7 @@ from kvtransfer.source import HandoffStore
 from kvtransfer.tickets import TicketMint
 from kvtransfer.transport import Incarnation, LocalRank
 from kvtransfer.types import Component, Destination, First, Layout, LegKey, Region
+from protos.v1 import kvsource_pb2 as pb
 from protos.v1 import kvsource_pb2_grpc
 from runtime import rpc
 from runtime.clock import SystemClock
@@ -76,6 +78,9 @@ class Side:
         await self.server.start()
         self.puller = Puller(self.worker_id, 1, LAYOUT, ranks, self.config, clock)
         return self
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        return rpc.channel(address, self.config)
 
     async def close(self) -> None:
         await self.puller.close()
@@ -253,6 +258,22 @@ class Bench:
             "checksum": sum(p.checksum_s for p in pulled),
         }
 
+    async def accepted_ms(self) -> float:
+        """One Watch to its first message: what the RPC costs before any range."""
+        (ticket,) = await self.source.open([[1]])
+        async with self.side.channel(self.source.hello["address"]) as channel:
+            stub: kvsource_pb2_grpc.KvSourceAsyncStub = kvsource_pb2_grpc.KvSourceStub(channel)
+            times = []
+            for fence in range(1, 30):
+                began = time.perf_counter()
+                call = stub.Watch(
+                    pb.WatchRequest(ticket=pb.SignedTicket.FromString(ticket), fence=fence, worker_id="reader", epoch=1)
+                )
+                await call.read()
+                times.append(time.perf_counter() - began)
+                call.cancel()
+        return _ms(times)
+
     async def _timed(self, work: Callable[[], Awaitable[None]]) -> float:
         began = time.perf_counter()
         await work()
@@ -269,6 +290,13 @@ def _checksum_gb_s(side: Side) -> float:
     return round(len(items) * KV.item_bytes / best / 1e9, 1)
 
 
+async def _idle_percent(seconds: float = 2.0) -> float:
+    """CPU of the reader's process with nothing in flight: progress thread, gRPC, lease reaper."""
+    began = time.process_time()
+    await asyncio.sleep(seconds)
+    return round(100 * (time.process_time() - began) / seconds, 2)
+
+
 def _once(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
@@ -283,6 +311,8 @@ async def measure(rounds: int) -> dict[str, Any]:
     raw = Raw(side, bytes.fromhex(source.hello["agent"]))
     bench = Bench(side, source, raw, rounds)
     result: dict[str, Any] = {"checksum_gb_s": _checksum_gb_s(side), "cases": {}}
+    result["idle_cpu_percent"] = await _idle_percent()
+    result["watch_to_accepted_ms"] = await bench.accepted_ms()
     for name, (count, size) in CASES.items():
         await bench.case(count, size)  # wires the connection, faults the pages in
         result["cases"][name] = await bench.case(count, size)

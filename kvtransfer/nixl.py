@@ -19,6 +19,7 @@ polling, there is nothing to wait on. The thread polls only while transfers are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 POLL_FIRST_S = 50e-6
 POLL_LAST_S = 1e-3
+REPORT_S = 1e-3
+"""Results are handed over in batches, but none waits longer than this behind other posts."""
 CLOSE_S = 2.0
 
 Result = Callable[[], None]
@@ -99,7 +102,8 @@ class NixlTransport:
         await self._call(lambda: self._owner.connect(incarnation, agent))
 
     async def disconnect(self, agent_name: str) -> None:
-        await self._call(lambda: self._owner.disconnect(agent_name))
+        with contextlib.suppress(TransferFailed):  # closed already
+            await self._call(lambda: self._owner.disconnect(agent_name))
 
     def read(self, agent_name: str, moves: Moves, deadline: float) -> Flight:
         flight = Flight(agent_name, moves, deadline)
@@ -175,6 +179,7 @@ class _Owner:
     _active: list[_InFlight] = field(default_factory=list)
     _results: list[Result] = field(default_factory=list)
     _wait_s: float = POLL_FIRST_S
+    _reported_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._main, name="nixl-owner")
@@ -218,6 +223,8 @@ class _Owner:
             command = self._commands.get(timeout=self._wait_s if self._active else None)
             while command is not None:
                 command()
+                if self._results and time.monotonic() - self._reported_at > REPORT_S:
+                    self._report()
                 command = self._commands.get_nowait()
         except queue.Empty:
             return True
@@ -227,6 +234,7 @@ class _Owner:
         if self._results:
             self.deliver(self._results)
             self._results = []
+        self._reported_at = time.monotonic()
 
     # --- commands ---------------------------------------------------------------------------------------------
 

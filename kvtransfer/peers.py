@@ -178,6 +178,9 @@ class Peers:
                 await channel.close(None)
                 raise
             self._peers[address] = fresh
+            for known in list(self._peers.values()):
+                if known.worker_id == fresh.worker_id and known is not fresh:
+                    await self.drop(known)  # restarted at another address
             return fresh
 
     @contextmanager
