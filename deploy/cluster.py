@@ -70,6 +70,7 @@ class Cluster:
         self._endpoints = Endpoints("", "", "", ())
         self._actors: dict[str, set[int]] = {}
         self._placed = asyncio.Event()
+        self._alone = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> Endpoints:
@@ -143,14 +144,22 @@ class Cluster:
         finally:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
-        self._tell_launcher()
+        await self._settle_down()
 
-    def _tell_launcher(self) -> None:
+    async def _settle_down(self) -> None:
+        """Tell the launcher that the start is over, and wait until it can do without this process."""
         assert self._launcher is not None
         assert self._launcher.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._launcher.stdin.write(b"ready\n")
             self._launcher.stdin.close()
+        alone = asyncio.create_task(self._alone.wait())
+        assert self._following is not None
+        await asyncio.wait({alone, self._following}, return_when=asyncio.FIRST_COMPLETED)
+        alone.cancel()
+        if self._following.done():
+            self._following.result()
+            raise StartFailed(f"the launcher has ended:\n{self._state.tail('launcher')}")
 
     async def _events(self) -> None:
         assert self._launcher is not None
@@ -172,6 +181,8 @@ class Cluster:
         elif kind == "ray":
             self._endpoints = replace(self._endpoints, ray=event["address"])
             self._show("placing workers", self._progress.workers)
+        elif kind == "alone":
+            self._alone.set()
         elif kind == "actor":
             self._on_actor(event)
 

@@ -154,9 +154,8 @@ class Launcher:
             self._say(event="actor", **json.loads(line))
 
     def _hear_front(self) -> None:
-        """The front's "ready" ends the start-up: no more talk, and a detached launcher is on its own."""
+        """The front's "ready" ends the start-up."""
         if sys.stdin.readline().strip() == "ready":
-            self._talking = False
             self._front_ready.set()
 
     # --- run
@@ -165,12 +164,18 @@ class Launcher:
         while not self._stop.wait(0.3):
             if self._front_ready.is_set():
                 self._front_ready.clear()
-                if self._config.detach:
-                    processes.set_death_signal(0)
-                self._end_placer()
+                self._settle_down()
             self._check_placer()
             self._check_ray()
             self._check_router()
+
+    def _settle_down(self) -> None:
+        """The start is over: no more talk. Detached, the front may go (it waits for `alone`)."""
+        if self._config.detach:
+            processes.set_death_signal(0)
+        self._say(event="alone")
+        self._talking = False
+        self._end_placer()
 
     def _check_placer(self) -> None:
         if self._placer is not None and self._placer.poll() is not None:

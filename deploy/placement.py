@@ -83,6 +83,8 @@ def plan(config: Config, registry: str, *, cores: int, gpus: int) -> list[Worker
 def _gpu_share(config: Config, gpus: int, workers: int) -> float:
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return 0.0
+    if gpus == 0 and not config.address:
+        raise InvalidRequest("there is no GPU on this machine", field="device")
     if config.address or gpus >= workers:
         return 1.0
     return int(100 * gpus / workers) / 100  # workers share a card; Ray takes hundredths

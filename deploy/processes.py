@@ -118,10 +118,10 @@ def all_processes() -> list[Process]:
     return [process for process in found if process is not None]
 
 
-def session_members(session: int) -> list[Process]:
-    """Running processes of the session, the caller left out."""
+def session_members(session: int, zombies: bool = False) -> list[Process]:
+    """Processes of the session, the caller left out; running ones only, unless `zombies`."""
     me = os.getpid()
-    return [p for p in all_processes() if p.session == session and p.pid != me and p.state != "Z"]
+    return [p for p in all_processes() if p.session == session and p.pid != me and (zombies or p.state != "Z")]
 
 
 def descendants(pid: int) -> list[Process]:
@@ -138,16 +138,19 @@ def descendants(pid: int) -> list[Process]:
 
 
 def sweep(session: int, timeout_s: float = 5.0) -> list[int]:
-    """Kill what is left of a session (not the caller), until nothing is. Returns the pids that would not go."""
+    """Kill what is left of a session (not the caller), until nothing is. Returns the pids that would not go.
+
+    Zombies are waited for too: a process whose first thread is one may still be giving back memory and ports.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        left = session_members(session)
+        left = session_members(session, zombies=True)
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         _reap()
         if not left or time.monotonic() > deadline:
-            return [process.pid for process in left]
+            return [process.pid for process in left if process.state != "Z"]
         time.sleep(0.02)
 
 

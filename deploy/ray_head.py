@@ -25,11 +25,17 @@ _SOCKET_ROOM = 107 - len("/session_2000-01-01_00-00-00_000000_4194304/sockets/pl
 
 
 def make_folder() -> Path:
-    """A short folder (its sockets' paths have 107 bytes) with the token in it."""
-    folder = Path(tempfile.mkdtemp(prefix="pds-"))
-    if len(str(folder)) > _SOCKET_ROOM:
-        folder.rmdir()
-        raise InvalidRequest(f"TMPDIR is too long for Ray's sockets (at most {_SOCKET_ROOM - 13} characters)")
+    """A folder with the token in it, somewhere its sockets' paths (107 bytes) fit."""
+    bases = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp")
+    base = next(
+        (one for one in bases if one and len(one) + len("/pds-12345678") <= _SOCKET_ROOM and os.access(one, os.W_OK)),
+        "",
+    )
+    if not base:
+        raise InvalidRequest(
+            f"no writable temporary folder with a path short enough for Ray's sockets ({_SOCKET_ROOM})"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="pds-", dir=base))
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))

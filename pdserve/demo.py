@@ -16,13 +16,14 @@ from rich.table import Table
 
 from deploy.cluster import Cluster, Endpoints, StartFailed
 from deploy.fleet import Fleet
+from deploy.supervisor import EXIT_REFUSED
 from pdserve.client import AsyncClient
 from pdserve.progress import ProgressView
 from pdserve.results import Completed, Delta, Event, Ledger, Usage
 from pdserve.up import Stopped, until_signal
 from protos.v1 import worker_pb2
 from runtime.config import Config
-from runtime.errors import PdserveError, WorkerLost
+from runtime.errors import InvalidRequest, PdserveError, WorkerLost
 
 MAX_TOKENS = 64
 
@@ -93,6 +94,11 @@ async def run(config: Config, ask: str, as_json: bool) -> int:
             return int(await until_signal(_run(_own(config, folder), ask, as_json, console)))
         except Stopped:
             return 130
+        except InvalidRequest as error:
+            if not as_json:
+                raise
+            print(json.dumps({"ok": False, "faults": [f"{error.field}: {error.message}"]}))
+            return EXIT_REFUSED
         except (StartFailed, PdserveError) as error:
             text = error.message if isinstance(error, PdserveError) else str(error)
             console.print(f"pdserve demo: {text}", markup=False, highlight=False, soft_wrap=True, style="red")

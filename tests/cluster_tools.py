@@ -39,10 +39,11 @@ class ForegroundCluster:
     def __init__(self, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> None:
         self.state = StateDir(folder / "state")
         self.flags = [f"--state-dir={self.state.folder}"]
+        flags = ("--http-listen=127.0.0.1:0", *flags)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.output: list[str] = []
         self.front = subprocess.Popen(
-            [*PDSERVE, "up", "--http-listen=127.0.0.1:0", *self.flags, *flags],
+            [*PDSERVE, "up", *flags, *self.flags],  # of a flag given twice the last one counts
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
             stdout=subprocess.PIPE,

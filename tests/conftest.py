@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import os
 import secrets
+import shlex
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import psutil
 import pytest
 
 from deploy.ports import free_ports
+from tests import readme
 from tests.cluster_tools import ForegroundCluster, orphaned_shm, shm_files
 
 os.environ.setdefault("UCX_MODULES", "^efa")  # before anything imports nixl
@@ -82,7 +85,10 @@ def _describe(process: psutil.Process) -> str:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForegroundCluster]:
     """The session's one shared cluster: SmolLM2, one prefill and one decode worker. Tests leave it as it was."""
-    running = ForegroundCluster(tmp_path_factory.mktemp("cluster"), "--model=smollm2", "--threads=1")
+    command = shlex.split(readme.block("sh up"))  # as the README tells a stranger to, on ports of our own
+    assert command[:2] == [".venv/bin/pdserve", "up"]
+    flags = [*command[2:], "--grpc-listen=127.0.0.1:0", "--threads=1"]
+    running = ForegroundCluster(tmp_path_factory.mktemp("cluster"), *flags)
     try:
         yield running.until_ready()
     finally:
@@ -96,6 +102,7 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def state_dir(tmp_path: Path) -> Path:
-    """A folder for a cluster of the test's own."""
-    return tmp_path / "state"
+def short_tmp() -> Iterator[Path]:
+    """A temporary folder with a path short enough for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)

@@ -45,6 +45,7 @@ def test_in_a_joined_cluster_threads_are_decided_where_the_cores_are_known() -> 
         ({"advertise": "h:1"}, "advertise"),
         ({"transport": "inprocess"}, "transport"),
         ({"listen": "127.0.0.1:7000"}, "listen"),
+        ({"device": "cuda"}, "device"),
         ({"listen": f"{NODE}:0"}, "listen"),
         ({"address": "10.0.0.1:6379", "grpc_listen": "0.0.0.0:9000"}, "grpc_listen"),
     ],

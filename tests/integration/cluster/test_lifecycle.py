@@ -1,0 +1,115 @@
+"""However a cluster ends, nothing of it stays: no process, port, shared memory or folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from deploy import processes
+from pdserve import Client
+from tests.cluster_tools import ForegroundCluster, Traces, listening, run_pdserve, until
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> ForegroundCluster:
+    """A cluster of the test's own that has moved pages over NIXL already."""
+    cluster = ForegroundCluster(tmp_path, "--model=oracle", "--threads=1").until_ready()
+    with Client(cluster.record.grpc) as client:
+        answer = client.generate("a prompt of more than one page", max_tokens=4, return_ledger=True)
+    assert answer.ledger is not None
+    assert answer.ledger.transport == "nixl"
+    return cluster
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_to_a_foreground_up_ends_everything(running: ForegroundCluster, number: signal.Signals) -> None:
+    traces = Traces(running)
+    running.front.send_signal(number)
+    assert running.front.wait(15) == 0
+    assert traces.left() == []
+    assert running.state.read() is None
+    running.stop()
+
+
+def test_a_kill_of_the_front_ends_everything(running: ForegroundCluster) -> None:
+    traces = Traces(running)
+    running.front.kill()
+    until(lambda: not traces.left(), 15, "the end of everything")
+    assert running.state.read() is None
+    running.stop()
+
+
+def test_a_kill_of_the_launcher_ends_everything(running: ForegroundCluster) -> None:
+    traces = Traces(running)
+    os.kill(running.record.launcher_pid, signal.SIGKILL)
+    assert running.front.wait(15) == 1
+    assert traces.left() == []
+    assert running.state.read() is None
+    running.stop()
+
+
+@pytest.mark.slow
+def test_a_kill_of_both_at_once_leaves_no_process(running: ForegroundCluster) -> None:
+    traces = Traces(running)
+    running.front.kill()
+    os.kill(running.record.launcher_pid, signal.SIGKILL)
+    until(lambda: not [one for one in traces.left() if not one.startswith("folder")], 20, "the end of the processes")
+    done = run_pdserve("down", *running.flags)  # only files are left, and down removes those
+    assert done.returncode == 0, done.stderr
+    assert traces.left() == []
+    running.stop()
+
+
+def test_a_detached_cluster_outlives_its_command_and_ends_with_down(tmp_path: Path) -> None:
+    flags = ["--model=oracle", f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0"]
+    done = run_pdserve("up", "--detach", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    status = json.loads(run_pdserve("status", "--json", flags[1]).stdout)
+    assert status["serving"]
+    second = run_pdserve("up", *flags)
+    assert second.returncode == 2
+    assert "a cluster runs already" in second.stderr
+
+    record = json.loads((tmp_path / "state" / "cluster.json").read_text())
+    session = record["launcher_pid"]
+    ended = run_pdserve("down", flags[1])
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "ended: router, prefill-0, decode-0"
+    assert processes.session_members(session) == []
+    assert not listening(record["http"])
+    assert not Path(record["ray_folder"]).exists()
+    assert run_pdserve("down", flags[1]).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [("--load-format=gguf", "load_format gguf does not fit"), ("--kv-pool-bytes=1", "kv_pool_bytes")],
+)
+def test_a_start_that_fails_says_why_and_leaves_nothing(flag: str, says: str, tmp_path: Path) -> None:
+    done = run_pdserve("up", "--model=tiny-kimi", f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0", flag)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert not (tmp_path / "state" / "cluster.json").exists()
+
+
+def test_an_unknown_model_is_refused_by_its_key(tmp_path: Path) -> None:
+    done = run_pdserve("up", "--model=no-such-model", f"--state-dir={tmp_path}/state")
+    assert done.returncode != 0
+    assert "model" in done.stderr
+    assert not (tmp_path / "state" / "cluster.json").exists()
+
+
+def test_a_taken_port_is_refused_by_its_key(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run_pdserve("up", "--model=oracle", f"--state-dir={tmp_path}/state", f"--http-listen={address}")
+    assert done.returncode == 1
+    assert "cannot listen" in done.stderr
