@@ -50,6 +50,30 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
+class Tables:
+    """The plan as int32 device tensors, for kernels that find their own work. B sequences, N chunks, P checkpoints.
+
+    firsts [B + 1]: packed token each sequence begins at; initial, final [B]: slots; counts [B]: chunks; ranks [B]: the
+    place of the sequence's chunk within a step; step_firsts [steps]: first chunk of each step; chunk_tokens,
+    chunk_counts [N]: first packed token and number of tokens; point_firsts [B + 1] into point_steps, point_offsets,
+    point_slots [P]: each sequence's checkpoints, rising.
+    """
+
+    firsts: torch.Tensor
+    initial: torch.Tensor
+    final: torch.Tensor
+    counts: torch.Tensor
+    ranks: torch.Tensor
+    step_firsts: torch.Tensor
+    chunk_tokens: torch.Tensor
+    chunk_counts: torch.Tensor
+    point_firsts: torch.Tensor
+    point_steps: torch.Tensor
+    point_offsets: torch.Tensor
+    point_slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkPlan:
     """tokens: rows of the step's packed token batch. B sequences, N chunks, steps = chunks of the longest sequence."""
 
@@ -66,6 +90,7 @@ class ChunkPlan:
     places: torch.Tensor  # [tokens] chunk row of each packed token
     dense: bool  # the packed batch already is the chunk rows: no gather needed
     scratch: Scratch = field(repr=False, compare=False)
+    tables: Tables = field(repr=False, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -93,11 +118,13 @@ class ChunkPlan:
         rows: list[int] = []
         padding: list[int] = []
         steps: list[tuple[int, int]] = []
+        counts: list[int] = []
         for step in range(len(spans[order[0]]) if order else 0):
             running = [i for i in order if len(spans[i]) > step]
             steps.append((len(rows) // CHUNK, len(running)))
             for i in running:
                 begin, end = spans[i][step]
+                counts.append(end - begin)
                 padding.extend(range(len(rows) + end - begin, len(rows) + CHUNK))
                 rows.extend(firsts[i] + t for t in range(begin, end))
                 rows.extend([firsts[i] + end - 1] * (CHUNK - (end - begin)))
@@ -120,7 +147,42 @@ class ChunkPlan:
             places=places.to(device),
             dense=not padding and rows == list(range(len(rows))),
             scratch=Scratch(device),
+            tables=_tables(firsts, initial, final, spans, order, steps, rows[::CHUNK], counts, checkpoints, device),
         )
+
+
+def _tables(
+    firsts: list[int],
+    initial: Sequence[int],
+    final: Sequence[int],
+    spans: list[list[tuple[int, int]]],
+    order: list[int],
+    steps: list[tuple[int, int]],
+    chunk_tokens: list[int],
+    chunk_counts: list[int],
+    checkpoints: Sequence[Checkpoint],
+    device: torch.device | str,
+) -> Tables:
+    def column(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    points = sorted(checkpoints, key=lambda p: (p.sequence, p.offset))
+    places = [(p.sequence, p.offset) for p in points]
+    assert len(set(places)) == len(places), "two checkpoints at one place"
+    return Tables(
+        firsts=column(firsts),
+        initial=column(initial),
+        final=column(final),
+        counts=column([len(s) for s in spans]),
+        ranks=column([order.index(i) if spans[i] else 0 for i in range(len(spans))]),
+        step_firsts=column([first for first, _ in steps]),
+        chunk_tokens=column(chunk_tokens),
+        chunk_counts=column(chunk_counts),
+        point_firsts=column([sum(p.sequence < b for p in points) for b in range(len(spans) + 1)]),
+        point_steps=column([[end for _, end in spans[p.sequence]].index(p.offset) for p in points]),
+        point_offsets=column([p.offset for p in points]),
+        point_slots=column([p.slot for p in points]),
+    )
 
 
 def _spans(start: int, length: int) -> list[tuple[int, int]]:

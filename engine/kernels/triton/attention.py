@@ -1,0 +1,91 @@
+"""Grouped-query attention over pages [page, kv_head, layer, 2, 16, head_dim], for prompt chunks, decode and drafts.
+
+Flash attention (arXiv 2205.14135): online softmax over blocks of keys. The query heads of one KV head, for a few
+neighbouring tokens, are the rows of one tile, so each key is loaded once for all of them.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.mla_plan import PAGE, PagedPlan
+from engine.kernels.triton.common import block, operand
+
+
+@triton.jit
+def _attention_kernel(
+    q, cache, out, tables, firsts, ends, scale, heads, group, table_width, window,
+    stride_qt, stride_qh, stride_p, stride_h, stride_kv, stride_c,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """One program: TOKENS query tokens of one sequence x the `group` query heads of one KV head (padded to GROUP)."""
+    sequence, part, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(firsts + sequence)
+    count = tl.load(firsts + sequence + 1) - first
+    if part * TOKENS < count:
+        rows = tl.arange(0, TOKENS * GROUP)
+        token, member = part * TOKENS + rows // GROUP, rows % GROUP
+        valid = (token < count) & (member < group)
+        total = tl.load(ends + sequence)
+        position = total - count + token
+        d = tl.arange(0, BLOCK_D)
+        head = kv_head * group + member
+        at = (first + token).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
+        tile = valid[:, None] & (d < D)[None, :]
+        qs = operand(tl.load(q + at, mask=tile, other=0.0))
+        best = tl.full([TOKENS * GROUP], -float("inf"), tl.float32)
+        norm = tl.zeros([TOKENS * GROUP], tl.float32)
+        result = tl.zeros([TOKENS * GROUP, BLOCK_D], tl.float32)
+        last = tl.minimum(total, total - count + (part + 1) * TOKENS)  # keys the last query sees
+        begin = 0
+        if window > 0:
+            begin = tl.maximum(total - count + part * TOKENS - window + 1, 0) // KEYS * KEYS
+        for low in range(begin, last, KEYS):
+            key = low + tl.arange(0, KEYS)
+            page = tl.load(tables + sequence * table_width + key // PAGE, mask=key < last, other=0).to(tl.int64)
+            place = page * stride_p + kv_head * stride_h + (key % PAGE) * stride_c
+            known = (key < last)[:, None] & (d < D)[None, :]
+            ks = operand(tl.load(cache + place[:, None] + d[None, :], mask=known, other=0.0))
+            vs = operand(tl.load(cache + place[:, None] + stride_kv + d[None, :], mask=known, other=0.0))
+            scores = tl.dot(qs, tl.trans(ks), input_precision="tf32x3") * scale
+            seen = key[None, :] <= position[:, None]
+            if window > 0:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, -float("inf"))
+            top = tl.maximum(best, tl.max(scores, 1))
+            level = tl.where(top == -float("inf"), 0.0, top)
+            share = tl.exp(scores - level[:, None])
+            fade = tl.exp(best - level)
+            norm = norm * fade + tl.sum(share, 1)
+            result = result * fade[:, None] + tl.dot(share.to(vs.dtype), vs, input_precision="tf32x3")
+            best = top
+        result = result / tl.where(norm > 0, norm, 1.0)[:, None]
+        there = ((first + token).to(tl.int64)[:, None] * heads + head[:, None]) * D + d[None, :]
+        tl.store(out + there, result.to(out.dtype.element_ty), mask=tile)
+
+
+def paged_attention(q: Tensor, cache: Tensor, plan: PagedPlan, *, scale: float, window: int = 0) -> Tensor:
+    """Causal attention of q [T, heads, D] over one layer of the pool, [page, kv_head, 2, 16, D] (K, then V), the step's
+    own keys stored already. window > 0: only the last `window` positions are seen. Returns [T, heads, D] in q's dtype;
+    rows past the plan's tokens return zeros."""
+    heads, width = q.shape[1:]
+    kv_heads = cache.shape[1]
+    group = heads // kv_heads
+    assert q.stride(2) == cache.stride(4) == 1
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    longest = max(plan.lengths, default=0)
+    if longest:
+        padded = int(triton.next_power_of_2(group))
+        per_tile = max(16 // padded, 1) if longest == 1 else max(64 // padded, 1)
+        _attention_kernel[(len(plan.lengths), triton.cdiv(longest, per_tile), kv_heads)](
+            q, cache, out, plan.tables, plan.firsts, plan.ends, scale, heads, group, plan.tables.shape[1], window,
+            q.stride(0), q.stride(1), *cache.stride()[:4], TOKENS=per_tile, GROUP=padded, D=width,
+            BLOCK_D=block(width), KEYS=64, PAGE=PAGE,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,65 @@
+"""The Triton kernels without a GPU: compared with their torch namesakes in the interpreter, and compiled for sm_90a.
+
+The interpreter is chosen when triton is imported, and compiling replaces triton's driver, so each has its own process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from .triton_cases import CASES
+
+Report = dict[str, dict[str, Any]]
+
+
+def reports(mode: str, **env: str) -> Report:
+    command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.triton_cases", mode]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Report:
+    return reports("run", TRITON_INTERPRET="1")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Report:
+    return reports("compile", TRITON_INTERPRET="0")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_the_interpreter_a_kernel_equals_its_torch_namesake(interpreted: Report, name: str) -> None:
+    assert not interpreted[name]["error"], interpreted[name]["error"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_launch_compiles_for_sm_90a_within_its_shared_memory(compiled: Report, name: str) -> None:
+    assert not compiled[name]["error"], compiled[name]["error"]
+    assert compiled[name]["kernels"], "nothing was launched"
+    for kernel, facts in compiled[name]["kernels"].items():
+        assert facts["shared"] <= 227 * 1024, kernel
+
+
+def test_a_wrong_kernel_is_noticed() -> None:
+    """Given a case whose torch side is off by one part in a thousand, when it is compared, then it fails."""
+    code = (
+        "import sys; sys.argv = ['x', 'run']\n"
+        f"from {__package__} import triton_cases as t\n"
+        "import engine.kernels.norms as n\n"
+        "right = n.l2_norm\n"
+        "n.l2_norm = lambda x: right(x) * 1.001\n"
+        "t.CASES['norms_and_output_gates']()\n"
+    )
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
+    assert "AssertionError: error" in done.stderr, done.stderr
