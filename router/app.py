@@ -22,6 +22,7 @@ from router.front import Front
 from router.http import HttpFace
 from router.inference import InferenceService
 from router.params import Limits, model_defaults
+from router.server import Runner
 from router.stats import Stats
 from runtime import lifecycle, logs, rpc
 from runtime.clock import SystemClock
@@ -132,8 +133,7 @@ class Router:
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise InvalidRequest("http_listen must be host:port", field="http_listen", limit="host:port, port 0..65535")
-        # handler_cancellation: a client that goes away cancels its handler, at whatever stage it is.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GOODBYE_S)
+        runner = Runner(app, GOODBYE_S)
         await runner.setup()
         self._runners.append(runner)
         site = web.TCPSite(runner, host, int(port))

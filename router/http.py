@@ -34,6 +34,7 @@ OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
 LABEL_HEADER = "x-request-id"
 REASON_HEADER = "x-pd-reason"
 MAX_LABEL = 128
+BODY_TIMEOUT_S = 60.0
 
 _log = structlog.get_logger("pdserve.router.http")
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -86,7 +87,7 @@ class HttpFace:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
-            body = schema.parse(await request.read(), schema.ChatBody)
+            body = schema.parse(await _body(request), schema.ChatBody)
             chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
             params = schema.params_of(body, self._defaults)
             call = self._call(request, record, [chat], params, body.model, "messages", body.user)
@@ -101,7 +102,7 @@ class HttpFace:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
-            body = schema.parse(await request.read(), schema.CompletionBody)
+            body = schema.parse(await _body(request), schema.CompletionBody)
             prompts = schema.prompts_of(body.prompt, self._front.limits)
             params = schema.params_of(body, self._defaults)
             call = self._call(request, record, prompts, params, body.model, "prompt", body.user)
@@ -228,14 +229,14 @@ class HttpFace:
     # text and tokens
 
     async def render_chat(self, request: web.Request) -> web.Response:
-        body = schema.parse(await request.read(), schema.RenderChatBody)
+        body = schema.parse(await _body(request), schema.RenderChatBody)
         self._front.check_model(body.model)
         chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
         rendered = await self._front.render(chat)
         return _json({"model": self._front.model, "prompt": rendered.text, "token_ids": rendered.tokens})
 
     async def render_completion(self, request: web.Request) -> web.Response:
-        body = schema.parse(await request.read(), schema.RenderCompletionBody)
+        body = schema.parse(await _body(request), schema.RenderCompletionBody)
         self._front.check_model(body.model)
         prompts = schema.prompts_of(body.prompt, self._front.limits)
         tokens = [await self._front.tokens(prompt, "prompt") for prompt in prompts]
@@ -249,13 +250,13 @@ class HttpFace:
         return _json({"text": await self._derendered(request)})
 
     async def _derendered(self, request: web.Request) -> str:
-        body = schema.parse(await request.read(), schema.DerenderBody)
+        body = schema.parse(await _body(request), schema.DerenderBody)
         self._front.check_model(body.model)
         return await self._text("token_ids", body.token_ids, skip=body.skip_special_tokens)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         front = self._front
-        body = schema.parse(await request.read(), schema.TokenizeBody)
+        body = schema.parse(await _body(request), schema.TokenizeBody)
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
@@ -270,7 +271,7 @@ class HttpFace:
         return _json(answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        body = schema.parse(await request.read(), schema.DetokenizeBody)
+        body = schema.parse(await _body(request), schema.DetokenizeBody)
         self._front.check_model(body.model)
         return _json({"prompt": await self._text("tokens", body.tokens, skip=body.skip_special_tokens)})
 
@@ -338,15 +339,27 @@ class HttpFace:
         response.headers[REASON_HEADER] = error.reason
         if error.retry_after_ms:
             response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
-        if error.row.http_status == 401:
+        if response.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
         if allow:
             response.headers["Allow"] = allow
         return response
 
 
+async def _body(request: web.Request) -> bytes:
+    """Raises aiohttp's 413 while reading, InvalidRequest when the body does not come."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError as exc:
+        raise InvalidRequest("the body did not come in time", reason="request_timeout", field="body") from exc
+
+
 def _status(error: PdserveError) -> int:
-    return 405 if error.reason == "method_not_allowed" else error.row.http_status
+    return _STATUS.get(error.reason, error.row.http_status)
+
+
+_STATUS = {"method_not_allowed": 405, "request_timeout": 408}
 
 
 def _http_error(exc: web.HTTPException, max_body: int) -> PdserveError:

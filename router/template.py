@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_indent
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime.errors import InvalidRequest
@@ -80,17 +84,57 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             body = left if isinstance(right, int) else right
             if isinstance(count, int) and hasattr(body, "__len__") and count * len(body) > MAX_RANGE:
                 raise jinja2.TemplateRuntimeError("a repetition in the chat template is too long")
-        if operator == "%" and isinstance(left, str) and len(left) > MAX_MESSAGE_CHARS:
-            raise jinja2.TemplateRuntimeError("a format in the chat template is too long")
+        if operator == "%" and isinstance(left, str):
+            _check_widths(left, right)
         return super().call_binop(context, operator, left, right)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str) and attr in PADDING:
+            return False
+        return bool(super().is_safe_attribute(obj, attr, value))
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            _check_widths(value.__self__, *args, *kwargs.values())
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
+
+PADDING = frozenset({"center", "expandtabs", "format_map", "ljust", "rjust", "zfill"})
+_WIDE = re.compile("[0-9]{4}")
+
+
+def _check_widths(form: str, *values: Any) -> None:
+    """A width of four digits, written out or handed in, builds a text of any size from a few characters."""
+    flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    if _WIDE.search(form) or (("*" in form or "{" in form) and any(isinstance(v, int) and v >= 1000 for v in flat)):
+        raise jinja2.TemplateRuntimeError("a width in the chat template is too large")
+
+
+class _Generation(Extension):
+    """Hugging Face's {% generation %} block, which marks what a model trained on; to us it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012  the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], autoescape=False)
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], autoescape=False)
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = _strftime_now
     env.globals.pop("lipsum", None)
+    for name in ("center", "format", "indent", "wordwrap"):
+        env.filters.pop(name, None)
+    env.filters["indent"] = _indent
     return env
 
 
@@ -105,6 +149,10 @@ def _tojson(
     if isinstance(value, jinja2.Undefined):
         raise jinja2.UndefinedError("a field the chat template needs is missing")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
+    return do_indent(text, min(int(width), 64), first, blank)
 
 
 def _raise(message: object) -> NoReturn:

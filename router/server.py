@@ -1,0 +1,71 @@
+"""The HTTP server's edge: what is refused before any handler runs.
+
+aiohttp answers a malformed request itself, in plain text that repeats what the client sent. Here such an answer has our
+JSON body, says 431 for headers over the limit, and repeats nothing. A connection that does not finish its headers is
+closed after HEADER_TIMEOUT_S, whatever trickles in.
+"""
+
+from __future__ import annotations
+
+import orjson
+from aiohttp import http_exceptions, web
+
+from router.shapes import error_body
+from runtime.errors import InvalidRequest
+
+HEADER_TIMEOUT_S = 75.0
+MAX_HEADER_BYTES = 16 << 10
+MAX_LINE_BYTES = 8 << 10
+
+
+class Protocol(web.RequestHandler):
+    """One connection."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response has begun already")
+        error = InvalidRequest("the request is malformed", reason="malformed_request")
+        if isinstance(exc, http_exceptions.LineTooLong):
+            status = 431
+            error = InvalidRequest("a header is too long", reason="header_too_large", limit=f"{MAX_HEADER_BYTES} bytes")
+        response = web.Response(status=status, body=orjson.dumps(error_body(error)), content_type="application/json")
+        response.headers["x-pd-reason"] = error.reason
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return Protocol(self, loop=self._loop, **self._kwargs)
+
+
+class Runner(web.AppRunner):
+    """An application on our connections. A client that goes away cancels its handler, at whatever stage it is."""
+
+    def __init__(self, app: web.Application, shutdown_s: float) -> None:
+        super().__init__(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=shutdown_s,
+            keepalive_timeout=HEADER_TIMEOUT_S,
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+        )
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            **made._kwargs,
+        )

@@ -1,0 +1,271 @@
+"""What never reaches a worker: bad bodies, bad headers, missing keys, prompts that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.integration.router.scripted import ScriptedWorker, Site, config, site
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Site]:
+    async with site(ScriptedWorker("prefill"), ScriptedWorker("decode")) as made:
+        yield made
+
+
+async def raw(made: Site, data: bytes) -> bytes:
+    """Bytes in, bytes out, until the server closes."""
+    host, _, port = made.router.http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": ""}, "prompt"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
+    ("/v1/completions", {"prompt": [""]}, "prompt"),
+    ("/v1/completions", {"prompt": [[]]}, "prompt"),
+    ("/v1/completions", {"prompt": [259]}, "prompt"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt"),
+    ("/v1/completions", {"prompt": "x", "n": 10**9}, "n"),
+    ("/v1/completions", {"prompt": "x", "stop": ["s"] * 100}, "stop"),
+    ("/v1/completions", {"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ("/v1/chat/completions", {"messages": []}, "messages"),
+    ("/v1/chat/completions", {"messages": [5] * 12_000}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 10**10}, "top_logprobs"),
+    ("/tokenize", {}, "prompt"),
+    ("/detokenize", {"tokens": [1, "x"]}, "tokens"),
+    ("/v1/completions/derender", {"token_ids": [True]}, "token_ids"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), BAD)
+async def test_a_bad_request_is_answered_with_its_field_and_no_worker_hears_of_it(
+    pair: Site, path: str, body: dict[str, Any], field: str
+) -> None:
+    async with pair.http.post(path, json=body) as response:
+        text = await response.text()
+        answer = json.loads(text)
+
+    assert response.status == 400
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["error"]["param"] == field
+    assert len(text) < 4096
+    assert len(response.headers["x-request-id"]) == 32
+    assert response.headers["x-pd-reason"] == answer["error"]["code"]
+    assert all(worker.reserved == [] for worker in pair.workers)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_prompts_at_the_edge_of_the_context(streamed: bool) -> None:
+    settings = config(max_model_len=2048)
+    async with site(ScriptedWorker("prefill"), ScriptedWorker("decode"), settings=settings) as made:
+        for length, expected in ((2047, 200), (2048, 400), (2049, 400), (50_000, 400), (3_000_000, 400)):
+            started = time.perf_counter()
+            async with made.http.post(
+                "/v1/completions", json={"prompt": "x" * length, "max_tokens": 1, "stream": streamed}
+            ) as response:
+                text = await response.text()
+            assert response.status == expected, text
+            if expected == 400:
+                assert json.loads(text)["error"]["code"] == "context_length_exceeded"
+            assert time.perf_counter() - started < 1
+
+        assert len(made.worker("prefill").submitted) == 1
+
+
+async def test_a_body_over_the_limit_is_refused_while_it_is_read() -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 64 << 20:
+            sent += 64 << 10
+            yield b"x" * (64 << 10)
+
+    async with site(settings=config(max_body_bytes=100_000)) as made:
+        status, body, _ = await made.post("/v1/completions", {"prompt": "y" * 200_000})
+        assert (status, body["error"]["code"]) == (413, "payload_too_large")
+        try:
+            async with made.http.post("/v1/completions", data=endless()) as response:
+                assert response.status == 413
+        except aiohttp.ClientConnectionError:
+            pass  # the server closed while the client was still sending
+        assert sent < 32 << 20
+
+
+async def test_what_is_not_http_or_too_much_of_it_gets_a_small_answer_of_ours(pair: Site) -> None:
+    secret = b"s3cr3t" * 10
+
+    too_long = await raw(pair, b"GET /health/live HTTP/1.1\r\nHost: x\r\nX-Big: " + secret * 500 + b"\r\n\r\n")
+    garbage = await raw(pair, b"\x00\x01" + secret + b"\r\n\r\n")
+    odd = await raw(pair, b"GET /health/live HTTP/1.1\r\nBad Header: " + secret + b"\r\n\r\n")
+
+    assert [answer.split(b" ", 2)[1] for answer in (too_long, garbage, odd)] == [b"431", b"400", b"400"]
+    for answer in (too_long, garbage, odd):
+        assert secret not in answer
+        assert b'"error"' in answer
+        assert len(answer) < 2048
+    assert (await pair.complete())[0] == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+async def test_other_methods_and_paths_have_the_same_error_body(pair: Site, method: str) -> None:
+    async with pair.http.request(method, "/v1/completions") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (405, "method_not_allowed")
+    async with pair.http.request(method, "/v1/x/../y") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (404, "unknown_path")
+
+
+async def test_addresses_and_tickets_of_a_client_are_refused_and_never_dialled(pair: Site) -> None:
+    forged: tuple[dict[str, Any], ...] = (
+        {"kv_transfer_params": {"host": "127.0.0.1:6379"}},
+        {"api_base": "http://x"},
+        {"headers": {}},
+    )
+    for body in forged:
+        status, _ = await pair.complete(**body)
+        assert status == 400
+    status, _, _ = await pair.post(
+        "/v1/completions", {"prompt": "x", "max_tokens": 2}, headers={"X-Prefiller-Host-Port": "127.0.0.1:6379"}
+    )
+    assert status == 200
+
+
+# --- keys
+
+
+@pytest.fixture
+async def locked(tmp_path: Path) -> AsyncIterator[Site]:
+    file = tmp_path / "keys.yaml"
+    file.write_text(
+        f"{hashlib.sha256(b'one').hexdigest()}: {{tenant: a, max_inflight: 2}}\n"
+        f"{hashlib.sha256(b'two').hexdigest()}: {{tenant: b}}\n"
+    )
+    settings = config(api_keys_file=str(file))
+    async with site(ScriptedWorker("prefill"), ScriptedWorker("decode"), settings=settings) as made:
+        yield made
+
+
+async def test_every_route_but_health_wants_a_key(locked: Site) -> None:
+    face = locked.router._face
+    routes = {(route.method, route.resource.canonical) for route in face.app().router.routes() if route.resource}
+    assert len(routes) > 12
+    odd = {("GET", path) for path in ("/V1/models", "/v1//models", "/v1/../metrics", "/nothing", "/health/live/")}
+    for method, path in sorted(routes | odd):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}):
+            async with locked.http.request(method, path.replace("{model}", "x"), headers=headers) as response:
+                expected = path in ("/health/live", "/health/ready")
+                assert (response.status != 401) is expected, (method, path)
+    doubled = await raw(locked, b"GET //v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert b" 401 " in doubled.splitlines()[0]
+    async with locked.http.get("/v1/models", headers={"Authorization": "Bearer one"}) as response:
+        assert response.status == 200
+
+
+async def test_tenants_have_salts_of_their_own(locked: Site) -> None:
+    async def salt(key: str, **fields: Any) -> bytes:
+        body = {"prompt": "same", "max_tokens": 2} | fields
+        status, _, _ = await locked.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"})
+        assert status == 200
+        return locked.worker("prefill").submitted[-1].work.salt
+
+    assert await salt("one") == await salt("one")
+    assert (
+        len(
+            {await salt("one"), await salt("two"), await salt("one", cache_salt="x"), await salt("two", cache_salt="x")}
+        )
+        == 4
+    )
+
+
+async def test_a_tenants_own_limit_is_429(locked: Site) -> None:
+    status, body, headers = await locked.post(
+        "/v1/completions", {"prompt": ["x", "y", "z"]}, headers={"Authorization": "Bearer one"}
+    )
+
+    assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "quota_exceeded", "1")
+
+
+# --- the other endpoints
+
+
+async def test_text_and_tokens_go_both_ways(pair: Site) -> None:
+    _, tokenized, _ = await pair.post("/tokenize", {"prompt": "héllo<|im_end|>", "return_token_strs": True})
+    assert tokenized["tokens"] == list("héllo<|im_end|>".encode())
+    assert (tokenized["count"], tokenized["max_model_len"]) == (16, 8192)
+    assert len(tokenized["token_strs"]) == 16
+    _, text, _ = await pair.post("/detokenize", {"tokens": tokenized["tokens"]})
+    assert text == {"prompt": "héllo<|im_end|>"}
+
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    _, rendered, _ = await pair.post("/v1/chat/completions/render", {"messages": messages})
+    assert rendered["prompt"] == "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n"
+    _, counted, _ = await pair.post("/tokenize", {"messages": messages})
+    assert counted["tokens"] == rendered["token_ids"]
+    _, plain, _ = await pair.post("/v1/completions/render", {"prompt": ["a", "b"]})
+    assert plain["prompts"] == [{"token_ids": [97]}, {"token_ids": [98]}]
+
+    _, chat, _ = await pair.post("/v1/chat/completions/derender", {"token_ids": [104, 105, 258]})
+    assert chat == {"message": {"role": "assistant", "content": "hi"}}
+    _, back, _ = await pair.post("/v1/completions/derender", {"token_ids": [104, 105]})
+    assert back == {"text": "hi"}
+    assert all(worker.reserved == [] for worker in pair.workers)
+
+
+async def test_models_and_health_and_metrics(pair: Site) -> None:
+    async with pair.http.get("/v1/models/oracle") as response:
+        assert (await response.json())["max_model_len"] == 8192
+    async with pair.http.get("/v1/models/other") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
+    async with pair.http.get("/health/ready") as response:
+        assert response.status == 200
+    await pair.complete()
+    async with pair.http.get("/metrics") as response:
+        text = await response.text()
+    assert 'pdserve_requests_total{outcome="completed",reason=""} 1.0' in text
+    assert 'pdserve_router_workers_usable{role="decode"} 1.0' in text
+    assert "pdserve_requests_inflight 0.0" in text
+
+
+async def test_a_router_without_workers_is_alive_and_not_ready() -> None:
+    async with site() as made, made.http.get("/health/live") as live, made.http.get("/health/ready") as ready:
+        assert (live.status, ready.status) == (200, 503)
+
+
+async def test_metrics_move_to_the_admin_address_where_one_is_given() -> None:
+    async with site(settings=config(admin_listen="127.0.0.1:0")) as made:
+        async with made.http.get("/metrics") as response:
+            assert response.status == 404
+        async with made.http.get(f"http://{made.router.admin}/metrics") as response:
+            assert response.status == 200
+
+
+async def test_health_answers_while_long_prompts_are_tokenized(pair: Site) -> None:
+    big = [asyncio.create_task(pair.post("/tokenize", {"prompt": "word " * 1500})) for _ in range(8)]
+
+    slowest = 0.0
+    for _ in range(10):
+        started = time.perf_counter()
+        async with pair.http.get("/health/live") as response:
+            assert response.status == 200
+        slowest = max(slowest, time.perf_counter() - started)
+    for task in big:
+        assert (await task)[0] == 200
+
+    assert slowest < 1
