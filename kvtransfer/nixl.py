@@ -240,7 +240,7 @@ class _Owner:
 
     def open(self, regions: Sequence[Region]) -> bytes:
         api, bindings = load()
-        self._agent = _make_agent(api, bindings, self.agent_name, self.progress_us)
+        self._agent = make_agent(api, bindings, self.agent_name, self.progress_us)
         for memory in sorted({r.memory for r in regions}):
             table = [(r.base, r.length, r.device, "") for r in regions if r.memory == memory]
             self._registered.append(self._agent.register_memory(table, memory))
@@ -415,7 +415,7 @@ class _Owner:
             self._results.append(lambda f=flight: f.fail(TransferFailed("the transport was closed")))  # type: ignore[misc]
 
 
-def _make_agent(api: Any, bindings: Any, name: str, progress_us: int) -> Any:
+def make_agent(api: Any, bindings: Any, name: str, progress_us: int) -> Any:
     """A UCX agent whose progress thread sleeps `progress_us` between rounds (0 = polls without a pause)."""
     original: Any = bindings.nixlAgentConfig
 

@@ -116,7 +116,8 @@ class _Effects:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """computing: not yet final; leased: pages held by a lease (final, or orphaned)."""
+    """computing: hand-offs whose pages their request owns; leased: those a lease owns (final, or orphaned).
+    pages: promised by both."""
 
     computing: int
     leased: int
@@ -336,7 +337,7 @@ class HandoffStore:
         with self._lock:
             live = list(self._live.values())
         return Counts(
-            computing=sum(h.state is State.COMPUTING for h in live),
+            computing=sum(h.lease_from is None for h in live),
             leased=sum(h.lease_from is not None for h in live),
             pages=sum(len(h.pages) for h in live),
         )

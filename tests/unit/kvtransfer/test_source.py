@@ -380,6 +380,9 @@ def test_counts_say_what_is_computing_leased_and_how_many_pages_are_promised(wor
     world.final(key("b"))
     counts = world.store.counts()
     assert (counts.computing, counts.leased, counts.pages) == (1, 1, 2 * len(PAGES))
+    world.store.orphan("")
+    counts = world.store.counts()
+    assert (counts.computing, counts.leased, counts.pages) == (0, 2, 2 * len(PAGES))
 
 
 def test_closing_ends_every_hand_off(world: World) -> None:
