@@ -86,6 +86,15 @@ class WorkerProcess:
             {"engine": self._engine_turns, "transfer": lambda: not self._transfer_fault()},
         )
 
+    @property
+    def parts(self) -> Parts | None:
+        """None until the weights are loaded."""
+        return self._parts
+
+    @property
+    def address(self) -> str:
+        return self._address
+
     async def run(self) -> int:
         HealthService(self._health, SERVICES).add_to(self._server)
         await self._server.start()
