@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from engine.layers.batch import Inputs, StepBatch
+from engine.kernels.decode_cpu import MAX_ROWS, CompiledDecoder, default_cache
+from engine.layers.batch import Inputs
 from engine.layers.kv import KvPool
 from engine.models.llama import Kv
 from engine.models.registry import build, model_config
@@ -19,7 +20,7 @@ from engine.sampler import Sampled, logprobs, sample
 from engine.weights import WeightSource, open_weights
 from kvtransfer.types import Region
 from runtime.config import Config
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, Unsupported
 from runtime.modelfiles import ModelFiles
 
 PROMPT_SCORE_ROWS = 64
@@ -31,13 +32,17 @@ DETERMINISTIC_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """dtype and device as torch names, or auto. max_model_len: 0 = the model's own. threads: 0 = torch's own."""
+    """dtype and device as torch names, or auto. max_model_len: 0 = the model's own. threads: 0 = torch's own.
+
+    compile: decode steps run in code compiled for this CPU, kept under compile_cache ("" = the user's cache folder)."""
 
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int = 0
     threads: int = 0
     deterministic: bool = False
+    compile: bool = False
+    compile_cache: str = ""
 
     @classmethod
     def of(cls, config: Config) -> RunnerOptions:
@@ -47,6 +52,8 @@ class RunnerOptions:
             max_model_len=config.max_model_len,
             threads=config.threads,
             deterministic=config.deterministic,
+            compile=config.compile,
+            compile_cache=config.compile_cache,
         )
 
 
@@ -67,6 +74,8 @@ class TorchRunner:
         eos_token_ids: tuple[int, ...] = (),
         progress: Callable[[float], None] = lambda _: None,
     ) -> None:
+        if options.compile and options.deterministic:
+            raise Unsupported("compile and deterministic exclude each other", field="compile")
         if options.threads:
             torch.set_num_threads(options.threads)
         model = model_config(config)
@@ -79,7 +88,9 @@ class TorchRunner:
         self._max_len = options.max_model_len or model.max_len
         self._eos = eos_token_ids
         with torch.inference_mode():
-            self._model = build(model, source, self._dtype, self._device, self._max_len, progress)
+            self._model = build(
+                model, source, self._dtype, self._device, self._max_len, progress, compiled=options.compile
+            )
         self._inputs = Inputs(
             self._model.kv_shape,
             model.heads,
@@ -90,6 +101,9 @@ class TorchRunner:
         )
         self._min_rows = DETERMINISTIC_ROWS if options.deterministic else 1
         self._kv: Kv | None = None
+        self._compile = options.compile
+        self._compile_cache = Path(options.compile_cache) if options.compile_cache else default_cache()
+        self._decoder: CompiledDecoder | None = None
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
@@ -106,12 +120,14 @@ class TorchRunner:
         assert num_slots <= 1, "this model has no recurrent state"
         with torch.inference_mode():
             self._kv = Kv(KvPool(self._model.kv_shape, num_pages, self._device))
+            if self._compile:
+                self._decoder = CompiledDecoder(self._model.decode_model(), self._pages().pages, self._compile_cache)
 
     def regions(self) -> tuple[Region, ...]:
         return (self._pages().region(0),)
 
     def close(self) -> None:
-        self._kv = None
+        self._kv = self._decoder = None
 
     def _pages(self) -> KvPool:
         assert self._kv is not None, "allocate() comes first"
@@ -122,20 +138,35 @@ class TorchRunner:
         self._copy(plan.copies)
         if not plan.rows:
             return StepResult(plan.step)
-        assert self._kv is not None, "allocate() comes first"
-        step = self._inputs.build(plan.rows)
-        hidden = self._model.forward(step, self._kv)
-        sampled = self._sample(plan.rows, step, hidden)
-        results = tuple(
-            self._result(row, span, hidden, sampled[row.seq]) for row, span in zip(plan.rows, step.spans, strict=True)
-        )
+        results = self._run_compiled(plan.rows) if self._compiles(plan.rows) else self._run_model(plan.rows)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        failed = tuple(r.seq for r in plan.rows if not all(s.finite for s in sampled[r.seq]))
+        failed = tuple(r.seq for r, finite in results if not finite)
+        kept = tuple(r for r, finite in results if finite)
         if failed:
-            kept = tuple(r for r in results if r.seq not in failed)
             raise RowsFailed(failed, StepResult(plan.step, kept))
-        return StepResult(plan.step, results)
+        return StepResult(plan.step, kept)
+
+    def _compiles(self, rows: tuple[Row, ...]) -> bool:
+        fits = self._decoder is not None and len(rows) <= MAX_ROWS
+        return fits and all(r.is_decode and not r.prompt_targets for r in rows)
+
+    def _run_compiled(self, rows: tuple[Row, ...]) -> list[tuple[RowResult, bool]]:
+        assert self._decoder is not None
+        logits = self._decoder.run([r.tokens[0] for r in rows], [r.start for r in rows], [r.pages for r in rows])
+        sampling = [i for i, row in enumerate(rows) if row.samples]
+        sampled = _sample(rows, sampling, logits if len(sampling) == len(rows) else logits[sampling])
+        return [_result(row, s, ()) for row, s in zip(rows, sampled, strict=True)]
+
+    def _run_model(self, rows: tuple[Row, ...]) -> list[tuple[RowResult, bool]]:
+        assert self._kv is not None, "allocate() comes first"
+        step = self._inputs.build(rows)
+        hidden = self._model.forward(step, self._kv)
+        sampling = [i for i, row in enumerate(rows) if row.samples]
+        logits = self._logits(hidden, [step.spans[i][1] - 1 for i in sampling]) if sampling else hidden[:0]
+        sampled = _sample(rows, sampling, logits)
+        prompt = [tuple(self._prompt_scores(row, span, hidden)) for row, span in zip(rows, step.spans, strict=True)]
+        return [_result(row, s, p) for row, s, p in zip(rows, sampled, prompt, strict=True)]
 
     def _copy(self, copies: tuple[Copy, ...]) -> None:
         for copy in copies:
@@ -147,27 +178,6 @@ class TorchRunner:
         padded = rows + [rows[-1]] * (self._min_rows - len(rows))
         return self._model.logits(hidden[padded])[: len(rows)]
 
-    def _sample(self, rows: tuple[Row, ...], step: StepBatch, hidden: torch.Tensor) -> dict[int, list[Sampled]]:
-        out: dict[int, list[Sampled]] = {row.seq: [] for row in rows}
-        sampling = [i for i, row in enumerate(rows) if row.samples]
-        if not sampling:
-            return out
-        logits = self._logits(hidden, [step.spans[i][1] - 1 for i in sampling])
-        pairs = [(at, i, spec) for at, i in enumerate(sampling) for spec in rows[i].samples]
-        tokens = sample(logits, [at for at, _, _ in pairs], [spec for _, _, spec in pairs])
-        for (_, i, _), token in zip(pairs, tokens, strict=True):
-            out[rows[i].seq].append(token)
-        return out
-
-    def _result(self, row: Row, span: tuple[int, int], hidden: torch.Tensor, sampled: list[Sampled]) -> RowResult:
-        wanted = any(s.logprob is not None for s in sampled)
-        return RowResult(
-            seq=row.seq,
-            tokens=tuple(s.token for s in sampled),
-            logprobs=tuple(s.logprob for s in sampled) if wanted else (),
-            prompt=tuple(self._prompt_scores(row, span, hidden)) if row.prompt_targets else (),
-        )
-
     def _prompt_scores(self, row: Row, span: tuple[int, int], hidden: torch.Tensor) -> Iterator[Logprob]:
         assert len(row.prompt_targets) <= len(row.tokens)
         for begin in range(0, len(row.prompt_targets), PROMPT_SCORE_ROWS):
@@ -176,6 +186,29 @@ class TorchRunner:
             logits = self._logits(hidden, list(range(first, first + len(targets)))).float()
             ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
             yield from logprobs(logits, ids, [row.prompt_top] * len(targets))
+
+
+def _sample(rows: tuple[Row, ...], sampling: list[int], logits: torch.Tensor) -> list[list[Sampled]]:
+    """logits: one line for each of the rows that sample. -> each row's tokens."""
+    out: list[list[Sampled]] = [[] for _ in rows]
+    pairs = [(at, i, spec) for at, i in enumerate(sampling) for spec in rows[i].samples]
+    if pairs:
+        drawn = sample(logits, [at for at, _, _ in pairs], [spec for _, _, spec in pairs])
+        for (_, i, _), token in zip(pairs, drawn, strict=True):
+            out[i].append(token)
+    return out
+
+
+def _result(row: Row, sampled: list[Sampled], prompt: tuple[Logprob, ...]) -> tuple[RowResult, bool]:
+    """The row's result, and whether its logits were numbers."""
+    wanted = any(s.logprob is not None for s in sampled)
+    result = RowResult(
+        seq=row.seq,
+        tokens=tuple(s.token for s in sampled),
+        logprobs=tuple(s.logprob for s in sampled) if wanted else (),
+        prompt=prompt,
+    )
+    return result, all(s.finite for s in sampled)
 
 
 def _device(name: str) -> torch.device:

@@ -34,7 +34,8 @@ class Config(BaseSettings):
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"  # random: std 0.1 from `seed`
     seed: int = Field(0, ge=0)
     threads: int = Field(0, ge=0)  # per worker; 0 = cores / workers on this machine
-    compile: bool = False
+    compile: bool = False  # decode steps in code compiled for this CPU (bfloat16 only)
+    compile_cache: str = ""  # folder of compiled code; "" = the user's cache folder
     deterministic: bool = False
 
     # one worker

@@ -9,15 +9,19 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from engine.kernels.decode_cpu import PackedLinear, pack
+
 _PACK_ROWS = 4  # a hint only: the packed form was the same for every value tried
 
 
 class Linear:
-    """y = x Wᵀ + b. weight [out, in]; bias [out] or None."""
+    """y = x Wᵀ + b. weight [out, in]; bias [out] or None. compiled: keep the compiled decode step's form of it too
+    (a second copy of the weights)."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, compiled: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
+        self.for_decode: PackedLinear | None = pack(weight, bias) if compiled else None
         self._packed = _packs(weight)
         self.weight: torch.Tensor = (
             torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed else weight

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight
+        self.weight = weight
         self._shape = tuple(weight.shape)
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., width] -> same shape and type."""
-        return F.rms_norm(x, self._shape, self._weight, self._eps)
+        return F.rms_norm(x, self._shape, self.weight, self._eps)

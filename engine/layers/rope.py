@@ -144,12 +144,12 @@ class Rope:
             freq = freq / divisors.to(dtype=torch.float32, device="cpu")
         angle = torch.arange(max_len, dtype=torch.float32, device="cpu")[:, None] * freq
         cos, sin = angle.cos() * config.magnitude(), angle.sin() * config.magnitude()
-        self._cos = torch.cat((cos, cos), -1).to(dtype=dtype, device=device)
-        self._sin = torch.cat((-sin, sin), -1).to(dtype=dtype, device=device)
+        self.cos = torch.cat((cos, cos), -1).to(dtype=dtype, device=device)
+        self.sin = torch.cat((-sin, sin), -1).to(dtype=dtype, device=device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, head_dim] for positions [T]; once per step, shared by all layers."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

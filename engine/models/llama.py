@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from engine.kernels.attention import decode_attention, prefill_attention
+from engine.kernels.decode_cpu import DecodeLayer, DecodeModel, PackedLinear, require_supported
 from engine.layers.batch import StepBatch
 from engine.layers.kv import KvPool, KvShape
 from engine.layers.linear import Linear
@@ -98,7 +99,7 @@ def _windowed(kind: str, config: Mapping[str, Any], layers: int) -> tuple[bool, 
 
 
 class Attention:
-    def __init__(self, config: LlamaConfig, index: int, get: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, config: LlamaConfig, index: int, get: Callable[[str], torch.Tensor], compiled: bool) -> None:
         self._config = config
         self._index = index
         self._windowed = config.windowed[index]
@@ -106,19 +107,21 @@ class Attention:
         # a scale that is a power of two is exact wherever it is multiplied in, so the q weights can carry it
         scale = config.head_dim**-0.5
         fold = scale if math.log2(scale).is_integer() else 1.0
-        self._scale = scale / fold
+        self.scale = scale / fold
         q_scale = 1.0 if config.qk_norm else fold
         parts = [get(prefix + f"{n}_proj.weight") for n in "qkv"]
         biases = [get(prefix + f"{n}_proj.bias") for n in "qkv"] if config.qkv_bias else []
         for first in (parts[:1], biases[:1]):
             for t in first:
                 t.mul_(q_scale)
-        self._qkv = Linear(torch.cat(parts), torch.cat(biases) if biases else None)
-        self._o = Linear(get(prefix + "o_proj.weight"), get(prefix + "o_proj.bias") if config.o_bias else None)
-        self._norms = None
+        self.qkv = Linear(torch.cat(parts), torch.cat(biases) if biases else None, compiled=compiled)
+        self.o = Linear(
+            get(prefix + "o_proj.weight"), get(prefix + "o_proj.bias") if config.o_bias else None, compiled=compiled
+        )
+        self.norms = None
         if config.qk_norm:
             q_norm, k_norm = (get(prefix + f"{n}_norm.weight") for n in "qk")
-            self._norms = (RMSNorm(q_norm * fold, config.eps), RMSNorm(k_norm, config.eps))
+            self.norms = (RMSNorm(q_norm * fold, config.eps), RMSNorm(k_norm, config.eps))
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch, rope: tuple[torch.Tensor, torch.Tensor], kv: Kv
@@ -126,60 +129,62 @@ class Attention:
         """x [T, hidden] normed input -> residual + attention output."""
         c = self._config
         rotated = c.heads + c.kv_heads
-        qkv = self._qkv(x).view(-1, rotated + c.kv_heads, c.head_dim)
+        qkv = self.qkv(x).view(-1, rotated + c.kv_heads, c.head_dim)
         qk = qkv[:, :rotated]
-        if self._norms:
-            qk = torch.cat((self._norms[0](qk[:, : c.heads]), self._norms[1](qk[:, c.heads :])), 1)
+        if self.norms:
+            qk = torch.cat((self.norms[0](qk[:, : c.heads]), self.norms[1](qk[:, c.heads :])), 1)
         qk = rotate(qk, *rope)
         kv.pool.write(self._index, step.cells, torch.cat((qk[:, c.heads :], qkv[:, rotated:]), 1))
         attended = torch.empty((len(x), c.heads * c.head_dim), dtype=x.dtype, device=x.device)
         self._attend(qk[:, : c.heads], step, kv, attended)
-        return self._o.add_to(residual, attended)
+        return self.o.add_to(residual, attended)
 
     def _attend(self, q: torch.Tensor, step: StepBatch, kv: Kv, out: torch.Tensor) -> None:
         covered = 0
         for d in step.decode:
             mask = d.window_mask if self._windowed else d.mask
             pages = kv.gather(self._index, d.rows, d.last - d.first, d.blank)
-            decode_attention(q[d.first : d.last], pages, mask, self._scale, out[d.first : d.last])
+            decode_attention(q[d.first : d.last], pages, mask, self.scale, out[d.first : d.last])
             covered = d.last
         for p in step.prefill:
             pages = kv.gather(self._index, p.rows, 1, None)[:, 0]
             blocks = p.windowed if self._windowed else p.blocks
             rows = slice(p.first, p.last)
-            prefill_attention(q[rows], pages, blocks, p.first, self._scale, out[rows])
+            prefill_attention(q[rows], pages, blocks, p.first, self.scale, out[rows])
             covered = p.last
         out[covered:].zero_()
 
 
 class Mlp:
-    def __init__(self, config: LlamaConfig, index: int, get: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, config: LlamaConfig, index: int, get: Callable[[str], torch.Tensor], compiled: bool) -> None:
         prefix = f"model.layers.{index}.mlp."
         names = ("gate", "up")
         bias = torch.cat([get(prefix + f"{n}_proj.bias") for n in names]) if config.mlp_bias else None
-        self._gate_up = Linear(torch.cat([get(prefix + f"{n}_proj.weight") for n in names]), bias)
-        self._down = Linear(
-            get(prefix + "down_proj.weight"), get(prefix + "down_proj.bias") if config.mlp_bias else None
+        self.gate_up = Linear(torch.cat([get(prefix + f"{n}_proj.weight") for n in names]), bias, compiled=compiled)
+        self.down = Linear(
+            get(prefix + "down_proj.weight"),
+            get(prefix + "down_proj.bias") if config.mlp_bias else None,
+            compiled=compiled,
         )
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down.add_to(residual, F.silu(gate) * up)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down.add_to(residual, F.silu(gate) * up)
 
 
 class Layer:
-    def __init__(self, config: LlamaConfig, index: int, get: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, config: LlamaConfig, index: int, get: Callable[[str], torch.Tensor], compiled: bool) -> None:
         prefix = f"model.layers.{index}."
-        self._before = RMSNorm(get(prefix + "input_layernorm.weight"), config.eps)
-        self._attention = Attention(config, index, get)
-        self._after = RMSNorm(get(prefix + "post_attention_layernorm.weight"), config.eps)
-        self._mlp = Mlp(config, index, get)
+        self.norm = RMSNorm(get(prefix + "input_layernorm.weight"), config.eps)
+        self.attention = Attention(config, index, get, compiled)
+        self.mlp_norm = RMSNorm(get(prefix + "post_attention_layernorm.weight"), config.eps)
+        self.mlp = Mlp(config, index, get, compiled)
 
     def __call__(
         self, h: torch.Tensor, step: StepBatch, rope: tuple[torch.Tensor, torch.Tensor], kv: Kv
     ) -> torch.Tensor:
-        h = self._attention(self._before(h), h, step, rope, kv)
-        return self._mlp(self._after(h), h)
+        h = self.attention(self.norm(h), h, step, rope, kv)
+        return self.mlp(self.mlp_norm(h), h)
 
 
 class Kv:
@@ -213,7 +218,14 @@ class LlamaModel:
         device: torch.device,
         max_len: int,
         progress: Callable[[float], None] = lambda _: None,
+        *,
+        compiled: bool = False,
     ) -> None:
+        """compiled: keep what decode_model() needs. Raises Unsupported where the compiled step cannot do it."""
+        if compiled:
+            widths = (config.hidden, config.intermediate)
+            require_supported(dtype=dtype, device=device, head_dim=config.head_dim, widths=widths)
+
         def get(name: str) -> torch.Tensor:
             return source.get(name, shapes[name]).to(dtype=dtype, device=device, copy=True)
 
@@ -223,10 +235,10 @@ class LlamaModel:
         self._embed = get("model.embed_tokens.weight")
         self._layers = []
         for i in range(config.layers):
-            self._layers.append(Layer(config, i, get))
+            self._layers.append(Layer(config, i, get, compiled))
             progress((i + 1) / (config.layers + 1))
         self._norm = RMSNorm(get("model.norm.weight"), config.eps)
-        self._head = Linear(self._embed if config.tied else get("lm_head.weight"))
+        self._head = Linear(self._embed if config.tied else get("lm_head.weight"), compiled=compiled)
         self._rope = Rope(config.rope, max_len, dtype, device, source.rope_divisors())
         progress(1.0)
 
@@ -239,6 +251,43 @@ class LlamaModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self._norm(hidden))
+
+    def decode_model(self) -> DecodeModel:
+        """The weights as the compiled decode step wants them (made with compiled=True)."""
+        c = self.config
+        return DecodeModel(
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            inner=c.intermediate,
+            eps=c.eps,
+            scale=self._layers[0].attention.scale,
+            embed=self._embed,
+            cos=self._rope.cos,
+            sin=self._rope.sin,
+            norm=self._norm.weight,
+            head=_for_decode(self._head),
+            layers=tuple(self._decode_layer(layer, c.windowed[i]) for i, layer in enumerate(self._layers)),
+        )
+
+    def _decode_layer(self, layer: Layer, windowed: bool) -> DecodeLayer:
+        norms = [n.weight for n in layer.attention.norms or ()]
+        return DecodeLayer(
+            qkv=_for_decode(layer.attention.qkv),
+            o=_for_decode(layer.attention.o),
+            gate_up=_for_decode(layer.mlp.gate_up),
+            down=_for_decode(layer.mlp.down),
+            norm=layer.norm.weight,
+            mlp_norm=layer.mlp_norm.weight,
+            q_norm=norms[0] if norms else None,
+            k_norm=norms[1] if norms else None,
+            window=self.config.window if windowed else 0,
+        )
+
+
+def _for_decode(linear: Linear) -> PackedLinear:
+    assert linear.for_decode is not None, "the model was not made for the compiled step"
+    return linear.for_decode
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

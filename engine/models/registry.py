@@ -33,5 +33,7 @@ def build(
     device: torch.device,
     max_len: int,
     progress: Callable[[float], None],
+    *,
+    compiled: bool,
 ) -> Model:
-    return LlamaModel(config, source, dtype, device, max_len, progress)
+    return LlamaModel(config, source, dtype, device, max_len, progress, compiled=compiled)

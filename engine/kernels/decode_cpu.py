@@ -1,0 +1,260 @@
+"""Builds and binds decode_cpu.cpp: one decode step of a Llama-family model in bf16, compiled for this CPU.
+
+The library is built once with g++ and kept on disk under a name made of everything it depends on. Its reference is
+the model itself (engine/models/llama.py); a test compares the two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtransfer.types import PAGE_TOKENS
+from runtime.errors import Unsupported
+
+MAX_ROWS = 64
+"""Largest step it takes; beyond, the packed matmuls of the model are as good."""
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-math-errno", "-fopenmp")
+SOURCE = Path(__file__).with_name("decode_cpu.cpp")
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv", _Linear),
+        ("o", _Linear),
+        ("gate_up", _Linear),
+        ("down", _Linear),
+        ("norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("hidden", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("layers", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("embed", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("head", _Linear),
+        ("layer", ctypes.POINTER(_Layer)),
+        ("pool", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """weight: [ceil(out / 16), in / 2, 16, 2] bf16, zero past `out`; bias padded alike, or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    out: int
+    inputs: int
+
+    def bound(self) -> _Linear:
+        return _Linear(self.weight.data_ptr(), _address(self.bias), self.out, self.inputs)
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    """weight [out, in] bf16, in even."""
+    out, inputs = weight.shape
+    extra = -out % 16
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, extra))
+    packed = padded.view(-1, 16, inputs // 2, 2).transpose(1, 2).contiguous()
+    return PackedLinear(packed, None if bias is None else torch.nn.functional.pad(bias, (0, extra)), out, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLayer:
+    qkv: PackedLinear
+    o: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    window: int
+
+    def bound(self) -> _Layer:
+        return _Layer(
+            self.qkv.bound(),
+            self.o.bound(),
+            self.gate_up.bound(),
+            self.down.bound(),
+            _address(self.norm),
+            _address(self.mlp_norm),
+            _address(self.q_norm),
+            _address(self.k_norm),
+            self.window,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeModel:
+    """All bf16 on the CPU. scale: what is left for the scores (the q weights may carry it)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    eps: float
+    scale: float
+    embed: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    norm: torch.Tensor
+    head: PackedLinear
+    layers: tuple[DecodeLayer, ...]
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def require_supported(*, dtype: torch.dtype, device: torch.device, head_dim: int, widths: Sequence[int]) -> None:
+    """Raises Unsupported for what the compiled step does not compute. widths: of every layer but the vocabulary's."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        raise Unsupported("compile is for bfloat16 on a CPU", field="compile")
+    if head_dim % 32 or any(w % 16 for w in widths):
+        raise Unsupported("compile needs a head_dim that is a multiple of 32 and widths of 16", field="compile")
+
+
+class CompiledDecoder:
+    """Runs decode steps over one pool. Not for two threads at once: it writes the pool."""
+
+    def __init__(self, model: DecodeModel, pool: torch.Tensor, cache: Path) -> None:
+        self._model, self._pool = model, pool  # own what the addresses below point to
+        self._run = _load(cache).pdserve_decode
+        self._run.restype = None
+        self._run.argtypes = [
+            ctypes.POINTER(_Model), ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64,
+            ctypes.c_void_p, ctypes.c_int64,
+        ]  # fmt: skip
+        self._layers = (_Layer * len(model.layers))(*(layer.bound() for layer in model.layers))
+        self._bound = _Model(
+            model.embed.shape[1],
+            model.heads,
+            model.kv_heads,
+            model.head_dim,
+            model.inner,
+            len(model.layers),
+            model.eps,
+            model.scale,
+            _address(model.embed),
+            _address(model.cos),
+            _address(model.sin),
+            _address(model.norm),
+            model.head.bound(),
+            self._layers,
+            _address(pool),
+        )
+
+    def run(self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[Sequence[int]]) -> torch.Tensor:
+        """One token per row at its position; tables: each row's pages from position 0. -> logits [rows, vocab] fp32."""
+        used = [p // PAGE_TOKENS + 1 for p in positions]
+        pages = np.zeros((len(tokens), max(used)), dtype=np.int64)
+        for row, table, count in zip(pages, tables, used, strict=True):
+            row[:count] = table[:count]
+        ids, at = (_words(x) for x in (tokens, positions))
+        for what, values, end in (
+            ("page", pages, len(self._pool)),
+            ("token", ids, len(self._model.embed)),
+            ("position", at, len(self._model.cos)),
+        ):
+            assert 0 <= values.min() <= values.max() < end, f"{what} out of bounds"
+        logits = torch.empty((len(tokens), self._model.head.out), dtype=torch.float32, device="cpu")
+        self._run(
+            ctypes.byref(self._bound),
+            len(tokens),
+            ids.ctypes.data,
+            at.ctypes.data,
+            pages.ctypes.data,
+            pages.shape[1],
+            logits.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logits
+
+
+def _words(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.asarray(values, dtype=np.int64)
+
+
+def default_cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "pdserve" / "compiled"
+
+
+def _load(cache: Path) -> ctypes.CDLL:
+    """Build unless it is there. Concurrent builders do not meet: each renames a finished file into place."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise Unsupported("compile needs g++", field="compile")
+    openmp = _openmp_of_torch()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, str(openmp).encode(), _cpu())
+    library = cache / f"decode-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            part = Path(folder) / "decode"
+            _run([compiler, *FLAGS, "-c", str(SOURCE), "-o", f"{part}.o"])
+            _run([compiler, "-shared", f"{part}.o", *openmp, "-o", f"{part}.so"])
+            os.replace(f"{part}.so", library)
+    return ctypes.CDLL(str(library))
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unsupported("g++ could not compile the decode step for this CPU", field="compile")
+
+
+def _openmp_of_torch() -> list[str]:
+    """torch brings its own libgomp: a second one would bring a second, spinning pool of threads."""
+    root = Path(torch.__file__).parent
+    found = sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])
+    return [str(found[0])] if found else ["-lgomp"]
+
+
+def _cpu() -> bytes:
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return b""
+    return next((line for line in lines if line.startswith(b"flags")), b"")
