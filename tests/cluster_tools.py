@@ -23,10 +23,10 @@ from deploy.state import ClusterRecord, StateDir
 
 ROOT = Path(__file__).resolve().parent.parent
 PDSERVE = [sys.executable, "-m", "pdserve"]
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 200.0
 
 
-def run_pdserve(*arguments: str, timeout: float = 100.0, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_pdserve(*arguments: str, timeout: float = 250.0, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command of pdserve to its end."""
     return subprocess.run(
         [*PDSERVE, *arguments], cwd=ROOT, text=True, capture_output=True, timeout=timeout, check=False, **options

@@ -15,7 +15,7 @@ from pdserve import AsyncClient, Client, Delta, Finished
 from runtime.errors import InvalidRequest, NotFound
 from tests.cluster_tools import ForegroundCluster, run_pdserve, until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]  # a start takes its time on a busy machine
 QUESTION = "What is the capital of France?"
 
 

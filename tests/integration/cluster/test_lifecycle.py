@@ -13,7 +13,7 @@ from deploy import processes
 from pdserve import Client
 from tests.cluster_tools import ForegroundCluster, Traces, listening, run_pdserve, until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]  # a start takes its time on a busy machine
 
 
 @pytest.fixture
@@ -87,14 +87,11 @@ def test_a_detached_cluster_outlives_its_command_and_ends_with_down(tmp_path: Pa
     assert run_pdserve("down", flags[1]).returncode == 2
 
 
-@pytest.mark.parametrize(
-    ("flag", "says"),
-    [("--load-format=gguf", "load_format gguf does not fit"), ("--kv-pool-bytes=1", "kv_pool_bytes")],
-)
-def test_a_start_that_fails_says_why_and_leaves_nothing(flag: str, says: str, tmp_path: Path) -> None:
-    done = run_pdserve("up", "--model=tiny-kimi", f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0", flag)
+def test_a_worker_that_refuses_its_configuration_says_why_and_nothing_stays(tmp_path: Path) -> None:
+    flags = ["--model=tiny-kimi", "--load-format=gguf", f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0"]
+    done = run_pdserve("up", *flags)
     assert done.returncode == 1
-    assert says in done.stderr
+    assert "load_format gguf does not fit" in done.stderr
     assert not (tmp_path / "state" / "cluster.json").exists()
 
 

@@ -20,7 +20,7 @@ from runtime.config import Config
 from tests import readme
 from tests.cluster_tools import PDSERVE, ROOT, ForegroundCluster, Traces, listening, run_pdserve, until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]  # a start takes its time on a busy machine
 
 HEAD, NODE = "127.0.0.3", "127.0.0.4"
 SHARED = [(info, text) for info, text in readme.blocks() if info in ("sh", "python")]
