@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.api import Admitted
+from engine.api import Admitted, Tokens
 from engine.face import Assembly
 from kvtransfer.types import Destination, Hold, LegKey, Pulled
-from protos.v1 import decode_pb2, prefill_pb2
+from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from runtime.streamhub import Session
 
 KEPT_TOKENS = 8192
@@ -53,6 +53,31 @@ class Leg:
     _kept: deque[decode_pb2.DecodeEvent] = field(default_factory=deque)
     _kept_tokens: int = 0
     _forgotten: dict[int, int] = field(default_factory=dict)  # choice -> first sequence number still kept
+
+    def times(self, pid: int, transport: str) -> common_pb2.StageTimes:
+        """How the prompt's KV came here. A local leg has no transport."""
+        times = common_pb2.StageTimes(pid=pid, transport="" if self.local else transport, handoff_wait_s=self.waited_s)
+        if self.admitted is not None and not self.local:
+            times.cached_tokens = self.admitted.ready
+        if self.pulled is not None:
+            times.handoff_wait_s += self.pulled.wait_s
+            times.transfer_s = self.pulled.read_s
+            times.checksum_s = self.pulled.checksum_s
+            times.transfer_bytes = self.pulled.bytes_read
+            times.transfer_pages = self.pulled.pages_read
+        return times
+
+    def final_times(self, last: Tokens, pid: int, transport: str) -> common_pb2.StageTimes:
+        """The whole leg, with its last token."""
+        times = self.times(pid, transport)
+        times.queue_s = last.queue_s
+        times.decode_s = last.decode_s
+        times.recomputed_tokens = last.recomputed_tokens
+        if self.local or last.recomputed_tokens:  # else what the engine counts here is the wait for the hand-off
+            times.prefill_s = last.prefill_s
+        if self.local:
+            times.cached_tokens = last.cached_tokens
+        return times
 
     def keep(self, event: decode_pb2.DecodeEvent) -> None:
         """Remember an event until it is acknowledged or too much is kept."""

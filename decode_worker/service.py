@@ -39,6 +39,7 @@ from runtime.errors import (
     PdserveError,
     WorkerLost,
 )
+from runtime.ids import trace_id
 from runtime.rpc_errors import ServicerContext
 from runtime.streamhub import Batch, Recent, Session, StreamHub
 
@@ -233,6 +234,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         early = self._early.pop(leg.key)
         if early is not None:
             leg.ticket = early
+        _log.debug(
+            "submit", request_id=leg.key.request_id, attempt=leg.key.attempt, trace=trace_id(request.traceparent)
+        )
         self._worker.engine.submit(work, self._sink)
 
     def _ticket(self, key: LegKey, ticket: prefill_pb2.TicketIssued) -> None:
@@ -304,22 +308,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._worker.engine.recompute(leg.key)
 
     def _handed_off(self, leg: Leg, recomputed: int, batch: _Batch) -> None:
-        times = self._times(leg)
+        times = leg.times(self._worker.pid, self._worker.transport)
         times.recomputed_tokens = recomputed
         self._say(leg, decode_pb2.DecodeEvent(handoff=decode_pb2.HandoffDone(times=times)), batch)
-
-    def _times(self, leg: Leg) -> common_pb2.StageTimes:
-        times = common_pb2.StageTimes(pid=self._worker.pid, transport="" if leg.local else self._worker.transport)
-        times.handoff_wait_s = leg.waited_s
-        if leg.admitted is not None and not leg.local:
-            times.cached_tokens = leg.admitted.ready
-        if leg.pulled is not None:
-            times.handoff_wait_s += leg.pulled.wait_s
-            times.transfer_s = leg.pulled.read_s
-            times.checksum_s = leg.pulled.checksum_s
-            times.transfer_bytes = leg.pulled.bytes_read
-            times.transfer_pages = leg.pulled.pages_read
-        return times
 
     # --- events ------------------------------------------------------------------------------------------------
 
@@ -374,20 +365,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             finish=finish_of(event.finish),
         )
         if event.last:
-            tokens.times.CopyFrom(self._final_times(leg, event))
+            tokens.times.CopyFrom(leg.final_times(event, self._worker.pid, self._worker.transport))
             leg.over_at = self._worker.clock.monotonic()
         self._say(leg, decode_pb2.DecodeEvent(tokens=tokens), batch)
-
-    def _final_times(self, leg: Leg, event: Tokens) -> common_pb2.StageTimes:
-        times = self._times(leg)
-        times.queue_s = event.queue_s
-        times.decode_s = event.decode_s
-        times.recomputed_tokens = event.recomputed_tokens
-        if leg.local or event.recomputed_tokens:  # else what the engine counts here is the wait for the hand-off
-            times.prefill_s = event.prefill_s
-        if leg.local:
-            times.cached_tokens = event.cached_tokens
-        return times
 
     # --- legs --------------------------------------------------------------------------------------------------
 

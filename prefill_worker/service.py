@@ -15,6 +15,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+import structlog
+
 from engine.api import Admitted, Event, Failed, Mode, PromptScores, RangeReady, SourceDone
 from engine.face import (
     Assembly,
@@ -30,12 +32,14 @@ from kvtransfer.source import HandoffStore, State
 from kvtransfer.types import LegKey
 from protos.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.errors import Cancelled, DeadlineExceeded, InvalidRequest, PdserveError, TicketInvalid, WorkerLost
+from runtime.ids import trace_id
 from runtime.rpc_errors import ServicerContext
 from runtime.streamhub import Batch, Recent, Session, StreamHub
 
 LEG = "prefill"
 REMEMBERED = 4096
 
+_log = structlog.get_logger("pdserve.prefill")
 _Session = Session[prefill_pb2.PrefillEvents]
 _Batch = Batch[prefill_pb2.PrefillEvents, prefill_pb2.PrefillEvent]
 
@@ -100,6 +104,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._hub.expire(now)
         for leg in list(self._legs.values()):
             if leg.done and self._handoffs.state(leg.key) is not State.FINAL:
+                self._over.put(leg.key, TicketInvalid("the hand-off of this attempt is over", reason="attempt_over"))
                 self._forget(leg)
             elif leg.assembly is not None and now >= leg.deadline:
                 self._fail_now(leg, DeadlineExceeded("the prompt did not arrive in time"))
@@ -195,6 +200,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         work = engine_request(self._worker, request, LEG, Mode.SOURCE)
         leg.state_length = len(work.tokens)
         leg.deadline = work.deadline
+        _log.debug(
+            "submit", request_id=leg.key.request_id, attempt=leg.key.attempt, trace=trace_id(request.traceparent)
+        )
         self._worker.engine.submit(work, self._sink)
 
     def _drop(self, key: LegKey, error: PdserveError) -> None:

@@ -228,6 +228,22 @@ async def test_a_release_frees_a_hand_off_nobody_will_read(s: Setup) -> None:
     await stream.drop()
 
 
+async def test_an_attempt_whose_hand_off_is_over_does_not_run_again(s: Setup) -> None:
+    stream = prefill_stream(s.service)
+    await stream.open()
+    stream.send(submit=work())
+    await stream.settle()
+    s.admit()
+    s.done()
+    assert [(await stream.next()).WhichOneof("event") for _ in range(2)] == ["ticket", "done"]
+    s.store.release(KEY)  # the decode worker has read it
+    s.tick(0.1)
+    stream.send(submit=work())
+    assert (await stream.next()).failed.reason == "attempt_over"
+    assert s.service.busy() == 0
+    await stream.drop()
+
+
 async def test_a_release_of_an_earlier_attempt_leaves_the_later_one_alone(s: Setup) -> None:
     stream = prefill_stream(s.service)
     await stream.open()
