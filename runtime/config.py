@@ -23,7 +23,7 @@ RoleName = Literal["prefill", "decode", "both"]
 class Config(BaseSettings):
     """Units are in the names; byte and token counts are plain integers."""
 
-    model_config = SettingsConfigDict(env_prefix="PDSERVE_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="PDSERVE_", frozen=True, extra="forbid", allow_inf_nan=False)
 
     # the model
     model: str = "smollm2"  # a folder (safetensors), a .gguf file, or a shipped name: smollm2, tiny-kimi, oracle

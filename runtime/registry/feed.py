@@ -49,6 +49,7 @@ class Feed:
         self._grace_until = 0.0
         self._cursor = ""
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
         self.workers: dict[str, WorkerRecord] = {}
         self.available = True
         self.synced = asyncio.Event()
@@ -61,6 +62,7 @@ class Feed:
         self._task = asyncio.create_task(self._run(), name="registry-feed")
 
     async def stop(self) -> None:
+        self._stopping = True  # cancelling alone is not enough: the Redis client has been seen to swallow it
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -101,7 +103,7 @@ class Feed:
         self._known.set(len(self.workers))
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopping:
             await self.turn()
             pause = self._ttl_s / _TURNS_PER_TTL
             if not self.available:

@@ -50,6 +50,7 @@ _INDEX = f"{_TAG}:workers"
 _MOVED = f"{_TAG}:moved"
 _MOVED_ENTRIES = 256
 _TIMEOUT_S = 1.0
+_CONNECTIONS = 8
 _BLOCK_MS = 500  # below the socket timeout
 _ATTEMPTS = 5  # of an optimistic transaction that another client disturbed
 
@@ -61,14 +62,16 @@ class RedisStore:
 
     def __init__(self, url: str, metrics: Metrics, journal_entries: int = JOURNAL_ENTRIES) -> None:
         self._journal_entries = journal_entries
-        # Any: the client's annotations join every protocol version and decoding, which fits none
-        self._redis: Any = aioredis.Redis.from_url(
+        pool = aioredis.BlockingConnectionPool.from_url(
             url,
+            max_connections=_CONNECTIONS,
+            timeout=_TIMEOUT_S,  # for a free connection
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),  # callers retry, with their own pauses
-            max_connections=8,
         )
+        # Any: the client's annotations join every protocol version and decoding, which fits none
+        self._redis: Any = aioredis.Redis.from_pool(pool)
         self._ignored = metrics.counter(
             "pdserve_registry_ignored_records", "Stored records that were malformed or too large", ["cause"]
         )

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from protos.v1 import common_pb2
+from runtime import errors
+from runtime.errors import PdserveError
+
+
+def tree() -> list[type[PdserveError]]:
+    found, pending = [], [PdserveError]
+    while pending:
+        cls = pending.pop()
+        found.append(cls)
+        pending.extend(cls.__subclasses__())
+    return found
+
+
+@pytest.mark.parametrize("cls", tree(), ids=lambda cls: cls.__name__)
+def test_every_class_has_a_row_a_reason_of_its_own_and_survives_the_wire(cls: type[PdserveError]) -> None:
+    assert [other for other in tree() if other.reason == cls.reason] == [cls]
+    error = cls("too many", field="n", limit="4", retry_after_ms=7)
+    assert 400 <= error.row.http_status < 600
+    again = errors.from_detail(common_pb2.ErrorDetail.FromString(error.detail().SerializeToString()))
+    assert type(again) is cls
+    assert again.detail() == error.detail()
+
+
+@pytest.mark.parametrize("cls", tree(), ids=lambda cls: cls.__name__)
+def test_a_reason_of_its_own_keeps_status_and_retryability(cls: type[PdserveError]) -> None:
+    error = cls("m", reason="something_special")
+    again = errors.from_detail(error.detail(), error.row.grpc_status)
+    assert again.reason == "something_special"
+    assert again.row.grpc_status is error.row.grpc_status
+    assert again.row.retryable == error.row.retryable
+
+
+def test_every_table_row_belongs_to_the_tree() -> None:
+    assert set(errors.TABLE) <= set(tree())
+
+
+@pytest.mark.parametrize("status", list(grpc.StatusCode), ids=lambda status: status.name)
+def test_every_foreign_status_becomes_an_error_of_ours(status: grpc.StatusCode) -> None:
+    error = errors.from_status(status)
+    assert error.message
+    if status in {row.grpc_status for row in errors.TABLE.values()}:
+        assert error.row.grpc_status is status
+
+
+def test_an_empty_detail_is_an_internal_error() -> None:
+    assert errors.from_detail(common_pb2.ErrorDetail()).reason == "internal"

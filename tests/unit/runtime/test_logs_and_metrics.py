@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from runtime import logs
+from runtime.config import Config
+from runtime.metrics import Metrics
+
+SECRET = "the user's own words"
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+def values(name: str, value: Any) -> dict[str, Any]:
+    return {name: value}
+
+
+def entry(config: Config = Config(), /, **values: Any) -> dict[str, Any]:
+    out = io.StringIO()
+    logs.setup(config, stream=out, worker="w1")
+    structlog.get_logger("t").warning("happened", **values)
+    found: dict[str, Any] = json.loads(out.getvalue())
+    return found
+
+
+def test_an_entry_is_json_with_level_time_and_what_was_bound() -> None:
+    found = entry(count=3)
+    assert (found["event"], found["level"], found["worker"], found["count"]) == ("happened", "warning", "w1", 3)
+    assert found["timestamp"].endswith("Z")
+
+
+@pytest.mark.parametrize("name", sorted(logs.SENSITIVE))
+def test_content_and_secrets_are_described_not_repeated(name: str) -> None:
+    assert SECRET not in json.dumps(entry(**values(name, SECRET)))
+    assert SECRET not in json.dumps(entry(request={"deep": [{name.upper(): SECRET}]}))
+    assert SECRET not in json.dumps(entry(**values(name, [SECRET])))
+
+
+def test_counts_of_tokens_are_not_content() -> None:
+    assert entry(tokens=12)["tokens"] == 12
+
+
+def test_prompts_can_be_switched_on_but_secrets_cannot() -> None:
+    found = entry(Config.load({"log_prompts": True}), prompt=SECRET, api_key="sk-1")
+    assert found["prompt"] == SECRET
+    assert "sk-1" not in json.dumps(found)
+
+
+def test_a_traceback_has_no_local_variables() -> None:
+    out = io.StringIO()
+    logs.setup(Config(), stream=out)
+    secret_prompt = SECRET + "!"
+    try:
+        raise ValueError(len(secret_prompt))
+    except ValueError as exc:
+        structlog.get_logger("t").error("failed", exc_info=exc)
+    assert "ValueError" in out.getvalue()
+    assert SECRET not in out.getvalue()
+
+
+def test_the_level_holds() -> None:
+    out = io.StringIO()
+    logs.setup(Config.load({"log_level": "error"}), stream=out)
+    structlog.get_logger("t").warning("quiet")
+    assert out.getvalue() == ""
+
+
+def test_metrics_of_two_parts_do_not_mix_and_the_same_name_is_the_same_metric() -> None:
+    one, other = Metrics(), Metrics()
+    one.counter("pdserve_things", "Things", ["kind"]).labels("a").inc(2)
+    one.counter("pdserve_things", "Things", ["kind"]).labels("a").inc()
+    assert one.value("pdserve_things_total", {"kind": "a"}) == 3
+    assert other.value("pdserve_things_total", {"kind": "a"}) == 0
+
+
+def test_the_exposition_has_help_type_and_values() -> None:
+    metrics = Metrics()
+    metrics.gauge("pdserve_level", "How high").set(4)
+    metrics.histogram("pdserve_wait_seconds", "How long").observe(0.02)
+    text = metrics.render().decode()
+    assert "# HELP pdserve_level How high\n# TYPE pdserve_level gauge\npdserve_level 4.0" in text
+    assert 'pdserve_wait_seconds_bucket{le="0.025"} 1.0' in text
+
+
+def test_a_foreign_name_or_another_kind_under_a_name_is_a_bug() -> None:
+    metrics = Metrics()
+    metrics.counter("pdserve_a", "A")
+    with pytest.raises(AssertionError):
+        metrics.gauge("pdserve_a", "A")
+    with pytest.raises(AssertionError):
+        metrics.counter("pdserve_a", "A", ["label"])
+    with pytest.raises(AssertionError):
+        metrics.counter("a", "A")

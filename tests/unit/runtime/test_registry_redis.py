@@ -1,0 +1,153 @@
+"""What only a Redis can do: answer garbage, be full, stand still, be gone, come back empty."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+from redis.asyncio import Redis
+
+import runtime.registry.redis as module
+from runtime.errors import InvalidRequest, RegistryUnavailable
+from runtime.metrics import Metrics
+from runtime.registry.redis import COMMANDS, RedisStore
+from runtime.registry.store import MAX_RECORD_BYTES, WorkerRecord
+from tests.unit.runtime.servers import RedisServer
+
+GOOD = WorkerRecord(worker_id="good", epoch=1, address="127.0.0.1:1")
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+async def store(redis_url: str, metrics: Metrics) -> AsyncIterator[RedisStore]:
+    store = RedisStore(redis_url, metrics)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def raw(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url) as client:
+        yield client
+
+
+def ignored(metrics: Metrics, cause: str) -> float:
+    return metrics.value("pdserve_registry_ignored_records_total", {"cause": cause})
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        (b"\xff" * 40, "malformed"),
+        (b"\x80\x04\x95\x10", "malformed"),  # a pickle's first bytes
+        (WorkerRecord(worker_id="bad").SerializeToString(), "malformed"),
+        (b"x" * (MAX_RECORD_BYTES + 1), "oversized"),
+        (b"x" * (8 << 20), "oversized"),
+    ],
+)
+async def test_garbage_is_ignored_counted_and_can_be_replaced(
+    store: RedisStore, raw: Redis, metrics: Metrics, value: bytes, cause: str
+) -> None:
+    await store.put(GOOD, 10)
+    await raw.set("{pdserve}:worker:bad", value)
+    await raw.zadd("{pdserve}:workers", {"bad": 0})
+    assert set((await store.snapshot()).records) == {"good"}
+    assert ignored(metrics, cause) == 1
+    await store.put(WorkerRecord(worker_id="bad", epoch=1, address="a:1"), 10)
+    assert set((await store.snapshot()).records) == {"good", "bad"}
+
+
+async def test_a_record_under_another_workers_key_is_ignored(store: RedisStore, raw: Redis) -> None:
+    await raw.set("{pdserve}:worker:w", GOOD.SerializeToString())
+    await raw.zadd("{pdserve}:workers", {"w": 0})
+    assert not (await store.snapshot()).records
+
+
+async def test_a_key_of_another_type_is_an_outage_not_a_crash(store: RedisStore, raw: Redis) -> None:
+    await raw.set("{pdserve}:workers", "not a set")
+    with pytest.raises(RegistryUnavailable):
+        await store.snapshot()
+
+
+async def test_the_id_of_an_expired_worker_leaves_the_index(store: RedisStore, raw: Redis) -> None:
+    await raw.zadd("{pdserve}:workers", {"long gone": 0})
+    await store.snapshot()
+    assert await raw.zcard("{pdserve}:workers") == 0
+
+
+async def test_a_full_server_is_an_outage(store: RedisStore, raw: Redis) -> None:
+    before = (await raw.config_get("maxmemory"))["maxmemory"] or "0"
+    await raw.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(RegistryUnavailable):
+            await store.put(GOOD, 10)
+    finally:
+        await raw.config_set("maxmemory", before)
+    await store.put(GOOD, 10)
+
+
+async def test_a_standing_server_costs_at_most_its_timeout(own_redis: RedisServer, metrics: Metrics) -> None:
+    store = RedisStore(own_redis.url, metrics)
+    await store.put(GOOD, 60)
+    own_redis.pause()
+    started = time.monotonic()
+    with pytest.raises(RegistryUnavailable):
+        await store.snapshot()
+    assert time.monotonic() - started < 2.5
+    own_redis.resume()
+    async with asyncio.timeout(5):
+        assert set((await store.snapshot()).records) == {"good"}
+    await store.close()
+
+
+async def test_an_absent_server_is_an_outage_at_once(metrics: Metrics) -> None:
+    store = RedisStore("redis://127.0.0.1:1", metrics)
+    for call in (store.snapshot(), store.put(GOOD, 1), store.wait("0", 1), store.add("c"), store.read("j")):
+        with pytest.raises(RegistryUnavailable):
+            await call
+    await store.close()
+
+
+async def test_an_invalid_record_is_told_from_an_outage_when_the_server_is_away(metrics: Metrics) -> None:
+    store = RedisStore("redis://127.0.0.1:1", metrics)
+    with pytest.raises(InvalidRequest):
+        await store.put(WorkerRecord(), 1)
+    await store.close()
+
+
+async def test_only_the_listed_commands_are_used(redis_url: str, metrics: Metrics) -> None:
+    """An operator gives the store's user exactly COMMANDS on keys of ours; everything works under that."""
+    password = "p"
+    with redis.Redis.from_url(redis_url) as admin:
+        admin.acl_setuser(
+            "pdserve", enabled=True, passwords=[f"+{password}"], keys=["{pdserve}:*"],
+            commands=[f"+{command.lower()}" for command in COMMANDS], reset=True,
+        )  # fmt: skip
+    store = RedisStore(redis_url.replace("redis://", f"redis://pdserve:{password}@"), metrics)
+    try:
+        await store.put(GOOD, 10)
+        await store.put(WorkerRecord(worker_id="brief", epoch=1, address="a:1"), 0.001)
+        await store.wait((await store.snapshot()).cursor, 0.02)
+        assert set((await store.snapshot()).records) == {"good"}
+        assert (await store.read("j", await store.append("j", b"1"))).gap is False
+        assert await store.add("c", 1, ttl_s=1) == 1
+        assert await store.remove("good", 1)
+    finally:
+        await store.close()
+        with redis.Redis.from_url(redis_url) as admin:
+            admin.acl_deluser("pdserve")
+
+
+def test_nothing_is_scripted_or_pickled() -> None:
+    source = inspect.getsource(module)
+    assert "eval(" not in source
+    assert "register_script" not in source
+    assert "import pickle" not in source

@@ -1,0 +1,208 @@
+"""The contract of a registry store, on the memory store and on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from protos.v1 import common_pb2
+from runtime.clock import FakeClock
+from runtime.errors import InvalidRequest
+from runtime.metrics import Metrics
+from runtime.registry.memory import MemoryStore
+from runtime.registry.redis import RedisStore
+from runtime.registry.store import MAX_ENTRY_BYTES, MAX_RECORD_BYTES, Store, WorkerRecord
+from tests.unit.runtime.servers import until_async
+
+
+@dataclass
+class Under:
+    """A store under test; pass_ttl() lets ttl_s seconds go by on the store's own clock."""
+
+    store: Store
+    clock: FakeClock | None
+    ttl_s: float
+
+    async def pass_ttl(self) -> None:
+        if self.clock is not None:
+            self.clock.advance(self.ttl_s)
+            return
+        await asyncio.sleep(self.ttl_s)  # Redis has its own clock: this is the event being awaited
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def under(request: pytest.FixtureRequest) -> AsyncIterator[Under]:
+    if request.param == "memory":
+        clock = FakeClock()
+        yield Under(MemoryStore(clock, journal_entries=4), clock, 1.0)
+    else:
+        store = RedisStore(request.getfixturevalue("redis_url"), Metrics(), journal_entries=4)
+        yield Under(store, None, 0.1)
+        await store.close()
+
+
+def record(worker_id: str = "w", epoch: int = 1, **fields: object) -> WorkerRecord:
+    return WorkerRecord(worker_id=worker_id, epoch=epoch, address="127.0.0.1:1", **fields)  # type: ignore[arg-type]
+
+
+async def test_what_was_put_is_listed(under: Under) -> None:
+    await under.store.put(record("a", ready=True), 10)
+    await under.store.put(record("b", epoch=2**63 + 5), 10)
+    records = (await under.store.snapshot()).records
+    assert records == {"a": record("a", ready=True), "b": record("b", epoch=2**63 + 5)}
+
+
+async def test_a_record_that_is_not_renewed_expires_and_one_that_is_stays(under: Under) -> None:
+    await under.store.put(record("stays"), 100)
+    await under.store.put(record("goes"), under.ttl_s)
+    await under.pass_ttl()
+    assert set((await under.store.snapshot()).records) == {"stays"}
+
+
+async def test_a_worker_that_expired_may_come_back(under: Under) -> None:
+    await under.store.put(record(), under.ttl_s)
+    await under.pass_ttl()
+    assert not (await under.store.snapshot()).records
+    await under.store.put(record(), 10)
+    assert set((await under.store.snapshot()).records) == {"w"}
+
+
+async def test_a_later_put_replaces_the_record(under: Under) -> None:
+    await under.store.put(record(), 10)
+    await under.store.put(record(draining=True), 10)
+    assert (await under.store.snapshot()).records["w"].draining
+
+
+async def test_the_snapshot_does_not_change_when_the_caller_changes_its_record(under: Under) -> None:
+    mine = record()
+    await under.store.put(mine, 10)
+    mine.ready = True
+    assert not (await under.store.snapshot()).records["w"].ready
+
+
+async def test_an_older_epoch_never_overwrites_a_newer_one(under: Under) -> None:
+    await under.store.put(record(epoch=5), 10)
+    with pytest.raises(InvalidRequest) as caught:
+        await under.store.put(record(epoch=4), 10)
+    assert caught.value.reason == "superseded"
+    assert (await under.store.snapshot()).records["w"].epoch == 5
+
+
+async def test_a_newer_epoch_takes_over(under: Under) -> None:
+    await under.store.put(record(epoch=5), 10)
+    await under.store.put(record(epoch=6), 10)
+    assert (await under.store.snapshot()).records["w"].epoch == 6
+
+
+async def test_the_farewell_of_an_older_epoch_removes_nothing(under: Under) -> None:
+    await under.store.put(record(epoch=5), 10)
+    assert not await under.store.remove("w", 4)
+    assert await under.store.remove("w", 5)
+    assert not await under.store.remove("w", 5)
+    assert not (await under.store.snapshot()).records
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (WorkerRecord(epoch=1, address="x"), "worker_id"),
+        (WorkerRecord(worker_id="w" * 513, epoch=1, address="x"), "worker_id"),
+        (WorkerRecord(worker_id="w", address="x"), "epoch"),
+        (WorkerRecord(worker_id="w", epoch=1), "address"),
+        (WorkerRecord(worker_id="w", epoch=1, address="x", progress="y" * MAX_RECORD_BYTES), "record"),
+    ],
+)
+async def test_a_malformed_record_is_refused(under: Under, bad: WorkerRecord, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await under.store.put(bad, 10)
+    assert caught.value.field == field
+    assert not (await under.store.snapshot()).records
+
+
+@pytest.mark.parametrize("change", ["new", "changed", "removed"])
+async def test_a_change_wakes_a_waiting_watcher(under: Under, change: str) -> None:
+    if change != "new":
+        await under.store.put(record(), 100)
+    cursor = (await under.store.snapshot()).cursor
+    waiting = asyncio.create_task(under.store.wait(cursor, 60))
+    if change == "removed":
+        await under.store.remove("w", 1)
+    else:
+        await under.store.put(record(ready=True), 100)
+    async with asyncio.timeout(5):
+        await waiting
+
+
+async def test_a_change_between_listing_and_waiting_is_not_missed(under: Under) -> None:
+    cursor = (await under.store.snapshot()).cursor
+    await under.store.put(record(), 100)
+    async with asyncio.timeout(5):
+        await under.store.wait(cursor, 60)
+
+
+async def test_a_renewal_with_another_load_wakes_nobody(under: Under) -> None:
+    await under.store.put(record(), 100)
+    cursor = (await under.store.snapshot()).cursor
+    await under.store.put(record(load=common_pb2.Load(running=3)), 100)
+    snapshot = await under.store.snapshot()
+    assert snapshot.cursor == cursor
+    assert snapshot.records["w"].load.running == 3
+    await under.store.wait(cursor, 0.01)  # returns by its timeout
+
+
+async def test_a_journal_is_read_in_order_from_where_the_reader_was(under: Under) -> None:
+    first = await under.store.append("j", b"1")
+    second = await under.store.append("j", b"\x00\xff")
+    page = await under.store.read("j")
+    assert (page.entries, page.cursor, page.gap) == ((b"1", b"\x00\xff"), second, False)
+    assert (await under.store.read("j", first)).entries == (b"\x00\xff",)
+    assert (await under.store.read("j", limit=1)).cursor == first
+    after = await under.store.read("j", second)
+    assert (after.entries, after.cursor, after.gap) == ((), second, False)
+
+
+async def test_journals_do_not_mix_and_an_empty_one_has_no_gap(under: Under) -> None:
+    await under.store.append("j", b"1")
+    page = await under.store.read("other")
+    assert (page.entries, page.cursor, page.gap) == ((), "", False)
+
+
+async def test_a_reader_that_fell_behind_is_told_of_the_gap(under: Under) -> None:
+    early = await under.store.append("j", b"0")
+    for entry in (b"1", b"2", b"3", b"4", b"5"):  # the journal keeps four
+        last = await under.store.append("j", entry)
+    page = await under.store.read("j", early)
+    assert (page.entries, page.cursor, page.gap) == ((b"2", b"3", b"4", b"5"), last, True)
+
+
+async def test_a_cursor_of_a_lost_journal_is_a_gap(under: Under) -> None:
+    cursor = await under.store.append("j", b"1")
+    page = await under.store.read("lost", cursor)
+    assert (page.entries, page.cursor, page.gap) == ((), "", True)
+
+
+async def test_a_journal_entry_has_a_limit(under: Under) -> None:
+    with pytest.raises(InvalidRequest):
+        await under.store.append("j", b"x" * (MAX_ENTRY_BYTES + 1))
+
+
+async def test_a_counter_counts_and_is_forgotten_after_its_time(under: Under) -> None:
+    assert await under.store.add("c") == 1
+    assert await under.store.add("c", 5) == 6
+    assert await under.store.add("c", -2) == 4
+    assert await under.store.add("other", 1) == 1
+    assert await under.store.add("c", 1, ttl_s=under.ttl_s) == 5
+    await under.pass_ttl()
+
+    async def starts_over() -> bool:
+        return await under.store.add("c") == 1
+
+    await until_async(starts_over)
+
+
+async def test_two_workers_registering_at_once_are_both_kept(under: Under) -> None:
+    await asyncio.gather(*(under.store.put(record(f"w{i}"), 10) for i in range(20)))
+    assert len((await under.store.snapshot()).records) == 20
