@@ -55,8 +55,16 @@ def check(config: Config) -> None:
         raise InvalidRequest("several workers cannot share one port: use port 0", field="listen", limit="0")
     if not config.address and host_of(config.listen) == NODE:
         raise InvalidRequest("`node` as a host needs a Ray cluster to join (address)", field="listen")
-    if config.address and not config.registry and host_of(config.grpc_listen) in ("", "0.0.0.0", "[::]"):
+    if config.address and not config.registry:
+        _check_reachable(config.grpc_listen)
+
+
+def _check_reachable(grpc_listen: str) -> None:
+    """Workers that outlive this router look for the next one where this one was."""
+    if host_of(grpc_listen) in ("", "0.0.0.0", "[::]"):
         raise InvalidRequest("workers elsewhere must be told an address they can reach", field="grpc_listen")
+    if not port_of(grpc_listen, "grpc_listen"):
+        raise InvalidRequest("workers outlive the router and look for its port: name one", field="grpc_listen")
 
 
 def plan(config: Config, registry: str, *, cores: int, gpus: int) -> list[WorkerSpec]:
@@ -127,11 +135,11 @@ def host_of(listen: str) -> str:
     return listen.rpartition(":")[0]
 
 
-def port_of(listen: str) -> int:
+def port_of(listen: str, field: str = "listen") -> int:
     """Raises InvalidRequest when there is none."""
     port = listen.rpartition(":")[2]
     if not port.isdigit() or int(port) > 65535:
-        raise InvalidRequest("an address is host:port", field="listen", limit="host:port")
+        raise InvalidRequest("an address is host:port", field=field, limit="host:port")
     return int(port)
 
 

@@ -1,26 +1,25 @@
-"""`pdserve chat`: a conversation on the terminal, streamed."""
+"""`pdserve chat`: a conversation on the terminal, streamed. No event loop, so that Ctrl-C works while it reads."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
-from pdserve.client import AsyncClient
+from pdserve.client import Client
 from pdserve.results import Delta
 from pdserve.status import router_address
 from runtime.config import Config
 from runtime.errors import PdserveError
 
 
-async def run(config: Config, router: str, api_key: str, *, max_tokens: int, temperature: float) -> None:
+def run(config: Config, router: str, api_key: str, *, max_tokens: int, temperature: float) -> None:
     """Until an empty line or the end of input. An error ends the turn, not the conversation."""
     tls = {"tls_cert": config.tls_cert, "tls_key": config.tls_key, "tls_ca": config.tls_ca}
     messages: list[dict[str, str]] = []
-    async with AsyncClient(router_address(config, router), api_key=api_key, **tls) as client:
-        while text := await asyncio.to_thread(_read):
+    with Client(router_address(config, router), api_key=api_key, **tls) as client:
+        while text := _read():
             messages.append({"role": "user", "content": text})
             try:
-                answer = await _answer(client, messages, max_tokens, temperature)
+                answer = _answer(client, messages, max_tokens, temperature)
             except PdserveError as error:
                 print(f"error: {error.message}", file=sys.stderr)
                 messages.pop()
@@ -28,9 +27,9 @@ async def run(config: Config, router: str, api_key: str, *, max_tokens: int, tem
             messages.append({"role": "assistant", "content": answer})
 
 
-async def _answer(client: AsyncClient, messages: list[dict[str, str]], max_tokens: int, temperature: float) -> str:
+def _answer(client: Client, messages: list[dict[str, str]], max_tokens: int, temperature: float) -> str:
     parts: list[str] = []
-    async for event in client.chat_stream(messages, max_tokens=max_tokens, temperature=temperature):
+    for event in client.chat_stream(messages, max_tokens=max_tokens, temperature=temperature):
         if isinstance(event, Delta):
             parts.append(event.text)
             print(event.text, end="", flush=True)

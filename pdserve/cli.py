@@ -87,7 +87,7 @@ def chat(config: Config, router: str, api_key: str, max_tokens: int, temperature
     """Talk to the model. An empty line or Ctrl-D ends it."""
     from pdserve.chat import run
 
-    asyncio.run(run(config, router, api_key, max_tokens=max_tokens, temperature=temperature))
+    run(config, router, api_key, max_tokens=max_tokens, temperature=temperature)
 
 
 @main.command("router")

@@ -6,6 +6,8 @@ from deploy.placement import NODE, child_env, plan, settings_of, worker_env
 from runtime.config import Config
 from runtime.errors import InvalidRequest
 
+JOINED = {"address": "10.0.0.1:6379", "grpc_listen": "10.0.0.1:9000"}
+
 
 def config(**keys: object) -> Config:
     return Config.load(keys)
@@ -30,9 +32,9 @@ def test_workers_share_too_few_gpus_evenly() -> None:
 
 
 def test_in_a_joined_cluster_threads_are_decided_where_the_cores_are_known() -> None:
-    spec = plan(config(address="10.0.0.1:6379"), "r:1", cores=64, gpus=0)[0]
+    spec = plan(config(**JOINED), "r:1", cores=64, gpus=0)[0]
     assert (spec.threads, spec.cpus) == (0, 1.0)
-    assert plan(config(address="10.0.0.1:6379", threads=8), "r:1", cores=2, gpus=0)[0].cpus == 8.0
+    assert plan(config(**JOINED, threads=8), "r:1", cores=2, gpus=0)[0].cpus == 8.0
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,7 @@ def test_in_a_joined_cluster_threads_are_decided_where_the_cores_are_known() -> 
         ({"device": "cuda"}, "device"),
         ({"listen": f"{NODE}:0"}, "listen"),
         ({"address": "10.0.0.1:6379", "grpc_listen": "0.0.0.0:9000"}, "grpc_listen"),
+        ({"address": "10.0.0.1:6379", "grpc_listen": "10.0.0.2:0"}, "grpc_listen"),
     ],
 )
 def test_what_up_cannot_honour_is_refused_by_its_key(keys: dict[str, object], field: str) -> None:
@@ -63,7 +66,7 @@ def test_a_child_sees_the_configuration_of_up_and_no_variable_of_the_shell() -> 
 
 
 def test_a_worker_listens_on_its_node_and_uses_its_threads_only() -> None:
-    spec = plan(config(address="10.0.0.1:6379", listen=f"{NODE}:0"), "r:1", cores=2, gpus=0)[0]
+    spec = plan(config(**JOINED, listen=f"{NODE}:0"), "r:1", cores=2, gpus=0)[0]
     env = worker_env({"UCX_TLS": "tcp"}, spec, 3, "10.0.0.7")
     assert env["PDSERVE_LISTEN"] == "10.0.0.7:0"
     assert (env["OMP_NUM_THREADS"], env["PDSERVE_THREADS"]) == ("3", "3")
