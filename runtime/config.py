@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -177,7 +178,9 @@ class Config(BaseSettings):
 
 _PREFIX = "PDSERVE_"
 _FILE_ENV = "PDSERVE_CONFIG_FILE"
-_NOT_KEYS = {_FILE_ENV, "PDSERVE_FAULTS"}
+_NOT_KEYS = {_FILE_ENV, "PDSERVE_FAULTS", "PDSERVE_CLIENT_KEY"}
+_SERVICE_LINK = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP)\w*)$")
+"""What Kubernetes puts into every container for a Service whose name begins with "pdserve"."""
 SECRET_KEYS = frozenset({"cache_salt_secret"})
 
 
@@ -187,8 +190,9 @@ def _text(value: Any) -> str:
 
 def _environment_keys() -> list[str]:
     """Our variables that are set, as keys: a misspelt one must not be silently without effect."""
-    names = (name.upper() for name in os.environ)
-    return [name[len(_PREFIX) :].lower() for name in names if name.startswith(_PREFIX) and name not in _NOT_KEYS]
+    names = [name.upper() for name in os.environ if name.upper().startswith(_PREFIX)]
+    ours = [name.removeprefix(_PREFIX) for name in names if name not in _NOT_KEYS]
+    return [key.lower() for key in ours if not _SERVICE_LINK.search(key)]
 
 
 def _refuse_unknown(keys: Iterable[str]) -> None:

@@ -75,6 +75,13 @@ def test_a_misspelt_key_is_refused_wherever_it_stands(tmp_path: Path, monkeypatc
         Config.load({})
 
 
+def test_the_variables_kubernetes_makes_for_a_service_are_not_taken_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SERVICE_HOST", "PORT", "PORT_8000_TCP_ADDR", "ROUTER_SERVICE_PORT_HTTP", "ROUTER_PORT_8000_TCP"):
+        monkeypatch.setenv(f"PDSERVE_{name}", "tcp://10.0.0.1:8000")
+    monkeypatch.setenv("PDSERVE_TRANSPORT", "inprocess")
+    assert Config.load({}).transport == "inprocess"
+
+
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "1: 2", "\x00"])
 def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "c.yaml"
