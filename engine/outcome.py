@@ -135,7 +135,7 @@ class Outcome:
         seq.tokens.extend(taken)
         if finish:
             self._close(seq)
-        last = all(s.phase is Phase.DONE for s in request.sequences)
+        last = bool(finish) and all(s.phase is Phase.DONE for s in request.sequences)
         kept = logprobs[: len(taken)] if logprobs else (None,) * len(taken)
         self.emit(request, self._tokens(request, seq.choice, number, taken, kept, finish, last, now))
 

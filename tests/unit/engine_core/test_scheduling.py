@@ -457,6 +457,35 @@ def test_pages_of_a_cancelled_landing_are_nobodys_until_the_landing_is_over() ->
     d.engine.check_baseline()
 
 
+def test_two_recomputes_of_one_prompt_share_only_what_is_done() -> None:
+    """The second one may read the first one's pages, but none before it is written and confirmed."""
+    d = Lab()
+    keys = [d.submit(request(name, prompt(100), Mode.REMOTE, max_tokens=10)) for name in "ab"]
+    d.run()
+    for key in keys:
+        d.memory()[0][list(d.admitted(key).pages)] = 0xEE
+        d.engine.recompute(key)
+    d.run()
+    assert [d.tokens(key) for key in keys] == [expected(100, 10)] * 2
+    for key in keys:
+        d.admitted(key).hold.release()
+    d.engine.check_baseline()
+
+
+def test_a_source_page_of_a_copy_is_nobodys_until_the_copy_is_made() -> None:
+    """A remote load is announced before the step runs, so it must not get a page this step still reads."""
+    lab = Lab(pages=8)
+    lab.submit(request("a", prompt(20), n=2, max_tokens=30, temperature=1.0))
+    lab.turns(1)
+    plan = lab.engine._scheduler.schedule(0.0)
+    assert plan is not None
+    (copy,) = plan.copies
+    assert lab.engine.pages.refs(copy.source) == 2
+    assert lab.engine.pages.refs(copy.target) == 1
+    lab.engine._scheduler.apply(lab.oracle.run(plan), 0.0)
+    assert lab.engine.pages.refs(copy.source) == 1
+
+
 def test_first_tokens_that_do_not_match_end_the_request() -> None:
     p, d = Lab(), Lab()
     hand_off(p, d, "a", prompt(20), max_tokens=10)
