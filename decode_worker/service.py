@@ -93,6 +93,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """Legs that still run."""
         return sum(leg.over_at is None for leg in self._legs.values())
 
+    def remembered(self) -> int:
+        """Legs with an entry here: those that run and those a router may still ask about."""
+        return len(self._legs)
+
     def tick(self, now: float) -> None:
         """Housekeeping, a few times a second: sessions not re-attached, finished legs nobody will ask about."""
         self._hub.expire(now)

@@ -99,6 +99,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """Legs that still compute."""
         return sum(not leg.done for leg in self._legs.values())
 
+    def remembered(self) -> int:
+        """Legs with an entry here: those that run and those a router may still ask about."""
+        return len(self._legs)
+
     def tick(self, now: float) -> None:
         """Housekeeping, a few times a second: sessions not re-attached, legs whose pages are no longer held."""
         self._hub.expire(now)

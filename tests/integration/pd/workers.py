@@ -52,7 +52,8 @@ class WorkerProcess:
         except TimeoutError:
             raise AssertionError(f"the worker did not start:\n{self.log()}") from None
         assert self.address, f"the worker ended:\n{self.log()}"
-        self.channel = rpc.channel(self.address, Config())
+        tls = {key: value for key, value in self.flags.items() if key.startswith("tls_")}
+        self.channel = rpc.channel(self.address, Config(**tls))
         return self
 
     async def _read(self) -> None:
