@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+GROUP_BYTES = 2 << 20
+"""Requests are read, then folded, in groups whose states stay in cache in between; the small operations of a group are
+done at once. (A matmul with the state as its right operand is five times faster than one with it as its left.)"""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -41,22 +45,23 @@ def delta_decode(
     """One token a request, in place. q, k [B, H, K]; v [B, HV, V]; g [B, HV, K] or [B, HV] fp32; beta [B, HV];
     slots [B] int64. Returns [B, HV, V] in v's dtype; padding rows (slot 0) return what a zero state gives."""
     q, k, a = prepare(q, k, g, v.shape[1], scale, l2norm)
-    values = v.float()
-    out = torch.empty_like(values)
-    reads = torch.stack((k * a, q * a), dim=-1)  # [B, HV, K, 2]
+    values, beta = v.float(), beta.float().unsqueeze(-1)
+    reads = torch.stack((k * a, q * a), dim=-2)  # [B, HV, 2, K]
     dots = (q * k).sum(-1, keepdim=True)
-    beta = beta.float().unsqueeze(-1)
-    for row, slot in enumerate(slots.tolist()):
-        u = beta[row] * values[row]
-        if slot:
-            s = state[slot]
-            seen = torch.bmm(s, reads[row])  # [HV, V, 2]
-            u = u - beta[row] * seen[..., 0] if delta else u
-            torch.addcmul(seen[..., 1], dots[row], u, out=out[row])
-            fold_(s, a[row], u, k[row])
-        else:
-            torch.mul(dots[row], u, out=out[row])
-    return finish(out, v, skip)
+    seen = values.new_zeros(len(q), v.shape[1], 2, v.shape[2])
+    us = beta * values
+    numbers = slots.tolist()
+    per_group = max(1, GROUP_BYTES // (4 * state[0].numel()))
+    for first in range(0, len(numbers), per_group):
+        group = slice(first, first + per_group)
+        held = [(row, state[numbers[row]]) for row in range(len(numbers))[group] if numbers[row]]
+        for row, s in held:
+            torch.bmm(reads[row], s.transpose(1, 2), out=seen[row])
+        if delta:
+            us[group] -= beta[group] * seen[group, :, 0]
+        for row, s in held:
+            fold_(s, a[row], us[row], k[row])
+    return finish(torch.addcmul(seen[:, :, 1], dots, us), v, skip)
 
 
 def delta_verify(
@@ -78,15 +83,17 @@ def delta_verify(
     rows = q.shape[1]
     q, k, a = prepare(q, k, g, v.shape[2], scale, l2norm)
     values, beta = v.float(), beta.float().unsqueeze(-1)
-    out, us = torch.empty_like(values), torch.empty_like(values)
+    reads = torch.stack((k * a, q * a), dim=-2)
+    dots = (q * k).sum(-1, keepdim=True)
+    out, us = torch.empty_like(values), beta * values
     for b, slot in enumerate(slots.tolist()):
         s = state[slot].clone() if slot else torch.zeros_like(state[0])
         for t in range(rows):
-            seen = torch.bmm(s, torch.stack((k[b, t] * a[b, t], q[b, t] * a[b, t]), dim=-1))
-            u = beta[b, t] * values[b, t]
-            u = u - beta[b, t] * seen[..., 0] if delta else u
-            us[b, t] = u
-            torch.addcmul(seen[..., 1], (q[b, t] * k[b, t]).sum(-1, keepdim=True), u, out=out[b, t])
+            seen = torch.bmm(reads[b, t], s.transpose(1, 2))
+            u = us[b, t]
+            if delta:
+                u -= beta[b, t] * seen[:, 0]
+            torch.addcmul(seen[:, 1], dots[b, t], u, out=out[b, t])
             fold_(s, a[b, t], u, k[b, t])
     return finish(out, v, skip), Rows(k, us, g.float() if g.dim() == 4 else g.float().unsqueeze(-1))
 
@@ -122,7 +129,7 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, heads: int, scale: float, l2norm: b
 
 def fold_(s: Tensor, a: Tensor, u: Tensor, k: Tensor) -> None:
     """S <- S diag(a) + u k^T in place: s [HV, V, K], a [HV, K or 1], u [HV, V], k [HV, K]."""
-    s.mul_(a.unsqueeze(-2)).baddbmm_(u.unsqueeze(-1), k.unsqueeze(-2))
+    s.mul_(a.unsqueeze(-2)).addcmul_(u.unsqueeze(-1), k.unsqueeze(-2))
 
 
 def finish(out: Tensor, v: Tensor, skip: Tensor | None) -> Tensor:

@@ -73,27 +73,30 @@ def replay_decode(
 ) -> Tensor:
     """delta_decode through the ring. cursor [B]: records held before this token, 0..L-1; flush [B] bool: fold now
     (must be true where cursor = L - 1). The state is written only for flushing requests, the ring for the others."""
+    assert bool((flush | (cursor < ring.length - 1)).all()), "a full ring must be flushed"
     q, k, a = prepare(q, k, g, v.shape[1], scale, l2norm)
     logs = (g if g.dim() == q.dim() else g.unsqueeze(-1)).float()
     values, beta = v.float(), beta.float().unsqueeze(-1)
-    out = torch.empty_like(values)
-    reads = torch.stack((k * a, q * a), dim=-1)
+    reads = torch.stack((k * a, q * a), dim=-2)  # [B, HV, 2, K]
     dots = (q * k).sum(-1, keepdim=True)
-    for row, (slot, held, fold) in enumerate(zip(slots.tolist(), cursor.tolist(), flush.tolist(), strict=True)):
-        u = beta[row] * values[row]
-        if not slot:
-            torch.mul(dots[row], u, out=out[row])
-            continue
-        assert fold or held < ring.length - 1, "a full ring must be flushed"
-        seen = _read(state[slot], ring, slot, held, reads[row])
-        u = u - beta[row] * seen[..., 0] if delta else u
-        torch.addcmul(seen[..., 1], dots[row], u, out=out[row])
-        if fold:
+    total = torch.zeros_like(logs)  # cumulative gate of the records, pre-decayed form only
+    if ring.pre_decayed:
+        last = ring.g[slots, :, (cursor - 1).clamp(min=0)]
+        total = torch.where((cursor > 0)[:, None, None], last, total)
+        reads = reads * total.exp().unsqueeze(-2)
+    seen = values.new_zeros(len(q), v.shape[1], 2, v.shape[2])
+    rows = [(b, slot, h) for b, (slot, h) in enumerate(zip(slots.tolist(), cursor.tolist(), strict=True)) if slot]
+    for b, slot, held in rows:
+        _read(state[slot], ring, slot, held, reads[b], seen[b])
+    us = beta * values
+    if delta:
+        us -= beta * seen[:, :, 0]
+    for b, slot, held in rows:
+        if flush[b]:
             _fold_ring(state[slot], ring, slot, held)
-            fold_(state[slot], a[row], u, k[row])
-        else:
-            _append(ring, slot, held, k[row], u, logs[row])
-    return finish(out, v, skip)
+            fold_(state[slot], a[b], us[b], k[b])
+    _append(ring, slots, cursor, ~flush & (slots > 0), k, us, logs + total)
+    return finish(torch.addcmul(seen[:, :, 1], dots, us), v, skip)
 
 
 def replay_materialise(state: Tensor, ring: Ring, sources: Tensor, counts: Tensor, targets: Tensor) -> None:
@@ -109,26 +112,31 @@ def replay_materialise(state: Tensor, ring: Ring, sources: Tensor, counts: Tenso
         _fold_ring(state[target], ring, slot, count)
 
 
-def _read(s: Tensor, ring: Ring, slot: int, held: int, x: Tensor) -> Tensor:
-    """rd(x) for x [HV, K, n] -> [HV, V, n]."""
+def _read(s: Tensor, ring: Ring, slot: int, held: int, x: Tensor, out: Tensor) -> None:
+    """rd(x) for x [HV, n, K] into out [HV, n, V]; in the pre-decayed form x carries e^{G_h} already."""
     if not held:
-        return torch.bmm(s, x)
-    keys, values, logs = ring.k[slot, :, :held], ring.u[slot, :, :held], ring.g[slot, :, :held]
+        torch.bmm(x, s.transpose(1, 2), out=out)
+        return
+    keys, values = ring.k[slot, :, :held], ring.u[slot, :, :held]
     if ring.pre_decayed:
-        x = x * logs[:, -1].exp().unsqueeze(-1)
-        seen = torch.bmm(s, x)
+        torch.bmm(x, s.transpose(1, 2), out=out)
     else:
-        later = _suffix(logs)
-        seen = torch.bmm(s, x * (later[:, 0] + logs[:, 0]).exp().unsqueeze(-1))
-        keys = keys * later.exp()
-    return torch.baddbmm(seen, values.transpose(1, 2), torch.bmm(keys, x))
+        total, later = _decays(ring.g[slot, :, :held])
+        torch.bmm(x * total.unsqueeze(1), s.transpose(1, 2), out=out)
+        keys = keys * later
+    out.baddbmm_(torch.bmm(x, keys.transpose(1, 2)), values)
 
 
-def _append(ring: Ring, slot: int, held: int, k: Tensor, u: Tensor, g: Tensor) -> None:
-    if ring.pre_decayed:
-        g = g + ring.g[slot, :, held - 1] if held else g
-        k = k * (-g).exp()
-    ring.k[slot, :, held], ring.u[slot, :, held], ring.g[slot, :, held] = k, u, g
+def _append(ring: Ring, slots: Tensor, cursor: Tensor, kept: Tensor, k: Tensor, u: Tensor, g: Tensor) -> None:
+    """Store the records of the rows that keep theirs, at their cursors."""
+    rows = kept.nonzero().squeeze(1)
+    if not len(rows):
+        return
+    at, places = slots[rows], cursor[rows]
+    k, u, g = k[rows], u[rows], g[rows]
+    ring.k[at, :, places] = k * (-g).exp() if ring.pre_decayed else k
+    ring.u[at, :, places] = u
+    ring.g[at, :, places] = g
 
 
 def _fold_ring(s: Tensor, ring: Ring, slot: int, count: int) -> None:
@@ -137,17 +145,17 @@ def _fold_ring(s: Tensor, ring: Ring, slot: int, count: int) -> None:
         return
     keys, values, logs = ring.k[slot, :, :count], ring.u[slot, :, :count], ring.g[slot, :, :count]
     if ring.pre_decayed:
-        total = logs[:, -1]
-        keys = keys * total.exp().unsqueeze(1)
+        total = logs[:, -1].exp()
+        keys = keys * total.unsqueeze(1)
     else:
-        later = _suffix(logs)
-        total = later[:, 0] + logs[:, 0]
-        keys = keys * later.exp()
-    s.mul_(total.exp().unsqueeze(1)).baddbmm_(values.transpose(1, 2), keys)
+        total, later = _decays(logs)
+        keys = keys * later
+    s.mul_(total.unsqueeze(1)).baddbmm_(values.transpose(1, 2), keys)
 
 
-def _suffix(logs: Tensor) -> Tensor:
-    """[HV, h, K] -> sum of the later records' gates, 0 for the last: added up from the end, so no cancellation."""
-    later = torch.zeros_like(logs)
-    later[:, :-1] = logs[:, 1:].flip(1).cumsum(1).flip(1)
-    return later
+def _decays(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """[HV, h, K] -> e^{G_h} [HV, K] and each record's decay since, e^{G_h - G_j} [HV, h, K]: sums of later gates, never
+    differences of cumulative ones, so nothing cancels."""
+    held = logs.shape[1]
+    later = torch.ones(held, held, device=logs.device).triu_(1) @ logs
+    return (later[:, 0] + logs[:, 0]).exp(), later.exp()
