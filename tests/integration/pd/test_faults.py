@@ -437,3 +437,15 @@ async def test_a_kv_source_that_is_shut_down_says_so_to_its_readers(start: Start
     assert failed.kv_lost
     assert await p.wait() == 0
     await baseline(d)
+
+
+@pytest.mark.slow
+async def test_an_engine_that_stands_still_is_not_alive_and_its_process_is_replaced(start: Start) -> None:
+    (d,) = await at_once(start("decode", {"PDSERVE_FAULTS": "engine.step=delay:300"}))
+    link = Link(d, "decode", "r")
+    await link.open()
+    work = request(SHORT)
+    await link.send(submit=decode_pb2.DecodeSubmit(request=work, local=True))
+    event = await link.next(work.ref, seconds=45)
+    assert event.failed.error.reason == "worker_lost"
+    assert await d.wait(10) == 70
