@@ -334,6 +334,14 @@ class Dispatch:
 
     async def _replace(self, cause: PdserveError) -> None:
         """Another decode worker for the pages that P holds. A failure here is the first one's."""
+        try:
+            placed = await self._place_again()
+        except PdserveError as error:
+            cause, placed = error, False
+        if not placed:
+            self.settle(cause)
+
+    async def _place_again(self) -> bool:
         assert self.source is not None
         while self.ledger.decode_attempts < MAX_DECODE_ATTEMPTS and not self.done.done():
             worker_id = policy.choose_decode(
@@ -354,8 +362,8 @@ class Dispatch:
             self.ledger.decode_worker = leg.worker.id
             if self.ticket is not None:
                 leg.ticket(self.ticket)
-            return
-        self.settle(cause)
+            return True
+        return False
 
     # stream until settled
 

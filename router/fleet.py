@@ -64,8 +64,8 @@ class Fleet:
         self._router_id = router_id
         self._expected = expected
         self._workers: dict[str, Worker] = {}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._lost: dict[str, asyncio.Event] = {}
+        self._retired: dict[str, Worker] = {}
+        self._keepers: dict[Worker, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._change = asyncio.Event()
         self._refused = metrics.counter(
@@ -81,11 +81,13 @@ class Fleet:
 
     def added(self, record: registry_pb2.WorkerRecord) -> None:
         if record.worker_id in self._workers:
-            self.removed(record)
-        worker = Worker(record, self._config, self._router_id, self._notify, self._worker_lost, self._late.inc)
+            self.removed(self._workers[record.worker_id].record)
+        worker = self._revived(record)
+        if worker is None:
+            worker = Worker(record, self._config, self._router_id, self._notify, self._late.inc)
+            self._keepers[worker] = asyncio.create_task(self._keep(worker), name=f"worker-{worker.id}")
         self._workers[worker.id] = worker
-        self._lost[worker.id] = asyncio.Event()
-        self._keepers[worker.id] = asyncio.create_task(self._keep(worker), name=f"worker-{worker.id}")
+        self._notify()
 
     def changed(self, old: registry_pb2.WorkerRecord, record: registry_pb2.WorkerRecord) -> None:
         worker = self._workers.get(record.worker_id)
@@ -102,12 +104,13 @@ class Fleet:
             self._notify()
 
     def removed(self, record: registry_pb2.WorkerRecord) -> None:
+        """Nothing new goes there. What runs there goes on: a record that was not renewed in time proves nothing, and
+        a worker that is really gone breaks its streams."""
         worker = self._workers.pop(record.worker_id, None)
         if worker is None:
             return
-        self._lost.pop(worker.id)
-        keeper = self._keepers.pop(worker.id)
-        closing = asyncio.create_task(self._close(worker, keeper))
+        self._retired[worker.id] = worker
+        closing = asyncio.create_task(self._retire(worker))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         with contextlib.suppress(KeyError):
@@ -142,22 +145,22 @@ class Fleet:
             self._inflight.labels(worker.id).set(worker.inflight_requests)
 
     async def close(self) -> None:
-        for worker in list(self._workers.values()):
-            self.removed(worker.record)
-        await asyncio.gather(*self._closing)
+        for closing in self._closing:
+            closing.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*(self._close(worker) for worker in list(self._keepers)))
 
     # keeping a worker connected
 
     async def _keep(self, worker: Worker) -> None:
         """Describe, connect, wait until lost, again: until the registry says it is gone."""
         pause = RETRY_FIRST_S
-        lost = self._lost[worker.id]
         while True:
-            lost.clear()
+            worker.lost.clear()
             try:
                 await self._admit(worker)
                 pause = RETRY_FIRST_S
-                await lost.wait()
+                await worker.lost.wait()
                 await worker.disconnect(WorkerLost("the worker is gone"))
                 self._notify()
             except PdserveError as error:
@@ -195,15 +198,31 @@ class Fleet:
             elif other.facts.max_model_len != worker.facts.max_model_len:  # type: ignore[union-attr]
                 _log.warning("context_differs", worker=worker.id, other=other.id)
 
-    def _worker_lost(self, worker: Worker) -> None:
-        event = self._lost.get(worker.id)
-        if event is not None and self._workers.get(worker.id) is worker:
-            event.set()
+    # leaving
 
-    async def _close(self, worker: Worker, keeper: asyncio.Task[None]) -> None:
-        keeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeper
+    def _revived(self, record: registry_pb2.WorkerRecord) -> Worker | None:
+        """The same process, back before it was let go: its streams and what runs on them stay."""
+        worker = self._retired.get(record.worker_id)
+        if worker is None or (worker.record.epoch, worker.record.address) != (record.epoch, record.address):
+            return None
+        del self._retired[worker.id]
+        worker.record = record
+        return worker
+
+    async def _retire(self, worker: Worker) -> None:
+        """Let go of a worker when nothing of ours runs there any more."""
+        await worker.idle.wait()
+        if self._retired.get(worker.id) is worker:
+            del self._retired[worker.id]
+        if self._workers.get(worker.id) is not worker:
+            await self._close(worker)
+
+    async def _close(self, worker: Worker) -> None:
+        keeper = self._keepers.pop(worker, None)
+        if keeper is not None:
+            keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeper
         await worker.close(WorkerLost("the worker left"))
 
     def _notify(self) -> None:

@@ -23,7 +23,7 @@ from router.request import Outcome, Reply
 from router.sink import Sink
 from router.stats import Record
 from router.tenants import Tenant
-from runtime.errors import Draining, InvalidRequest, NotFound, PayloadTooLarge, PdserveError, Unsupported
+from runtime.errors import Cancelled, Draining, InvalidRequest, NotFound, PayloadTooLarge, PdserveError, Unsupported
 from runtime.health import Health, Report
 from runtime.ids import new_request_id
 from runtime.metrics import CONTENT_TYPE, Metrics
@@ -191,6 +191,7 @@ class HttpFace:
                 run.exception()
             raise
         if run.cancelled():  # a slow client was cut off
+            record.failed(Cancelled("the client reads too slowly", reason="slow_client"))
             raise ConnectionResetError("the client reads too slowly")
         error = run.exception()
         if error is None:
@@ -329,6 +330,7 @@ class HttpFace:
                 response = self._failed(PdserveError("internal error"))
             if not response.prepared:
                 response.headers.setdefault(LABEL_HEADER, request_id)
+                response.headers.setdefault("Server", "pdserve")
             return response
 
         return around
@@ -337,7 +339,7 @@ class HttpFace:
         self._front.stats.refused(error)
         response = _json(shapes.error_body(error), status=_status(error))
         response.headers[REASON_HEADER] = error.reason
-        if error.retry_after_ms:
+        if error.retry_after_ms or error.row.retryable:
             response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
         if response.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"

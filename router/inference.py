@@ -21,7 +21,7 @@ from router.progress import Delta, Finish
 from router.request import Outcome
 from router.stats import Record
 from router.tenants import Tenant
-from runtime.errors import Draining, InvalidRequest, PdserveError, QuotaExceeded
+from runtime.errors import DeadlineExceeded, Draining, InvalidRequest, PdserveError, QuotaExceeded
 from runtime.ids import new_request_id
 
 Event = inference_pb2.GenerateEvent
@@ -289,8 +289,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _last(run: asyncio.Task[list[Outcome]], record: Record, params: Params) -> Event:
-    """The one terminal event."""
+    """The one terminal event. A passed deadline is the call's status instead: the client's own timer says the same."""
     error = run.exception()
+    if isinstance(error, DeadlineExceeded):
+        raise error
     if error is not None:
         known = error if isinstance(error, PdserveError) else PdserveError("internal error")
         record.failed(known)

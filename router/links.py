@@ -125,7 +125,7 @@ class Link(Generic[C]):
         """
         self._legs.pop(key, None)
         self._unacked.pop(key, None)
-        waiting = [command for command in self._submissions if _key_of(command) == key]
+        waiting = [command for command in self._submissions if _key_of(command) == key] if self._submissions else []
         if waiting:
             self._submissions = deque(command for command in self._submissions if _key_of(command) != key)
             if any(command.HasField("submit") for command in waiting):

@@ -19,6 +19,7 @@ HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
+    "Server": "pdserve",
 }
 
 

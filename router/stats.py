@@ -64,6 +64,9 @@ class Stats:
         except PdserveError as error:
             self._ended(record, error)
             raise
+        except ConnectionError:
+            self._ended(record, record.error or Cancelled("the client went away"))
+            raise
         except Exception:
             self._ended(record, PdserveError("internal error"))
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from router.links import Link
 from router.policy import Role, WorkerState
 from runtime import rpc
 from runtime.config import Config
-from runtime.errors import PdserveError
+from runtime.errors import PdserveError, WorkerLost
 
 ROLES = {common_pb2.ROLE_PREFILL: Role.PREFILL, common_pb2.ROLE_DECODE: Role.DECODE, common_pb2.ROLE_BOTH: Role.BOTH}
 DESCRIBE_TIMEOUT_S = 5.0
@@ -79,6 +80,8 @@ class Charge:
         self.worker.inflight_prefill_tokens -= self.prefill_tokens
         self.worker.inflight_requests -= self.requests
         self.prefill_tokens = self.requests = 0
+        if not self.worker.inflight_requests:
+            self.worker.idle.set()
 
 
 class Worker:
@@ -90,7 +93,6 @@ class Worker:
         config: Config,
         router_id: str,
         on_change: Callable[[], None],
-        on_lost: Callable[[Worker], None],
         on_late: Callable[[], None],
     ) -> None:
         self.record = record
@@ -98,11 +100,13 @@ class Worker:
         self.inflight_prefill_tokens = 0
         self.inflight_requests = 0
         self.served = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.lost = asyncio.Event()  # a stream is gone for good
         self._load = common_pb2.Load()
         self._config = config
         self._router_id = router_id
         self._on_change = on_change
-        self._on_lost = on_lost
         self._on_late = on_late
         self._channel = rpc.channel(record.address, config)
         self._prefill_service = PrefillService(self._channel)
@@ -162,6 +166,7 @@ class Worker:
     def charge(self, *, prefill_tokens: int = 0, requests: int = 0) -> Charge:
         self.inflight_prefill_tokens += prefill_tokens
         self.inflight_requests += requests
+        self.idle.clear()
         self.served += 1
         return Charge(self, prefill_tokens, requests)
 
@@ -193,8 +198,13 @@ class Worker:
         """leg: "prefill" or "decode". Raises PdserveError when the worker does not answer."""
         stub = self._stub(leg)
         timeout = min(RESERVE_TIMEOUT_S, request.remaining_ms / 1000)
-        with rpc.translated():
-            reply: common_pb2.ReserveReply = await stub.Reserve(request, timeout=timeout)
+        try:
+            with rpc.translated():
+                reply: common_pb2.ReserveReply = await stub.Reserve(request, timeout=timeout)
+        except (asyncio.CancelledError, grpc.aio.UsageError) as exc:
+            if _really_cancelled(exc):
+                raise
+            raise WorkerLost("the worker is gone") from exc
         return reply
 
     async def cancel_reservation(self, leg: str, reservation_id: str, ref: common_pb2.AttemptRef) -> None:
@@ -205,6 +215,9 @@ class Worker:
                 await self._stub(leg).CancelReservation(request, timeout=RESERVE_TIMEOUT_S)
         except PdserveError:
             return
+        except (asyncio.CancelledError, grpc.aio.UsageError) as exc:
+            if _really_cancelled(exc):
+                raise
 
     def _stub(self, leg: str) -> Any:
         return (self._prefill_service if leg == "prefill" else self._decode_service).stub
@@ -216,7 +229,7 @@ class Worker:
             epoch,
             self._config.reattach_s,
             on_load=self.reported,
-            on_lost=lambda _: self._on_lost(self),
+            on_lost=lambda _: self.lost.set(),
             on_connected=self._on_change,
             on_late=self._on_late,
         )
@@ -234,6 +247,12 @@ class Worker:
     async def close(self, error: PdserveError) -> None:
         await self.disconnect(error)
         await self._channel.close(None)
+
+
+def _really_cancelled(exc: BaseException) -> bool:
+    """gRPC raises CancelledError for a call whose channel was closed, too: only the task itself knows better."""
+    task = asyncio.current_task()
+    return isinstance(exc, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def layout_group(layout: kvsource_pb2.Layout) -> str:

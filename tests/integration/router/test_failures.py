@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from protos.v1 import common_pb2, decode_pb2
+from runtime.errors import WorkerLost
 from tests.integration.router.scripted import (
     LENGTH,
     Leg,
@@ -501,3 +502,52 @@ async def test_a_router_that_stops_finishes_what_runs_and_takes_nothing_new(pair
     assert (await running)[0] == 200
     await draining
     del body
+
+
+async def test_a_worker_that_misses_its_renewals_keeps_what_it_runs_and_comes_back_as_itself(pair: Site) -> None:
+    decode = pair.worker("decode")
+    finish = asyncio.Event()
+
+    async def held(leg: Leg) -> None:
+        await leg.ticket.wait()
+        leg.handed_over()
+        await finish.wait()
+        leg.tokens(1, *b"bcd", finish=LENGTH)
+
+    decode.decode = held
+    running = asyncio.create_task(pair.complete())
+    await decode.until(lambda: len(decode.submitted) == 1)
+    known = pair.router.fleet.worker(decode.id)
+    assert known is not None
+
+    pair.router.fleet.removed(known.record)
+    refused, _ = await pair.complete()
+    pair.router.fleet.added(decode.record())
+    finish.set()
+
+    assert refused == 503
+    assert (await running)[1]["choices"][0]["text"] == "abcd"
+    assert (await pair.complete())[0] == 200
+    assert len(decode.hellos) == 1
+
+
+async def test_a_worker_that_leaves_while_it_is_asked_is_a_refusal_and_not_the_clients_going(pair: Site) -> None:
+    decode = pair.worker("decode")
+    asked = asyncio.Event()
+
+    async def hangs() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    decode.on_reserve = hangs
+    call = asyncio.create_task(pair.post("/v1/completions", BODY))
+    await asked.wait()
+
+    known = pair.router.fleet.worker(decode.id)
+    assert known is not None
+    pair.router.fleet.removed(known.record)
+    await known.close(WorkerLost("gone"))
+
+    status, _, headers = await call
+    assert (status, headers["x-pd-reason"]) == (503, "no_decode_worker")
+    await until(lambda: pair.router.front.permits.inflight == 0)
