@@ -11,10 +11,10 @@ import torch
 
 from engine.kernels.decode_cpu import MAX_ROWS, CompiledDecoder, default_cache
 from engine.layers.batch import Inputs
-from engine.layers.kv import KvPool
-from engine.models.llama import Kv
+from engine.layers.pools import Pools
+from engine.models.llama import LlamaModel
 from engine.models.registry import build, model_config
-from engine.plan import Copy, Logprob, Row, RowResult, StepPlan, StepResult
+from engine.plan import Logprob, Row, RowResult, StepPlan, StepResult
 from engine.runner_api import ModelSpec, RowsFailed
 from engine.sampler import Sampled, logprobs, sample
 from engine.weights import WeightSource, open_weights
@@ -92,50 +92,50 @@ class TorchRunner:
                 model, source, self._dtype, self._device, self._max_len, progress, compiled=options.compile
             )
         self._inputs = Inputs(
-            self._model.kv_shape,
-            model.heads,
-            model.window,
+            self._model.groups,
             self._device,
             alone=options.deterministic,
             min_rows=DETERMINISTIC_ROWS if options.deterministic else 1,
         )
         self._min_rows = DETERMINISTIC_ROWS if options.deterministic else 1
-        self._kv: Kv | None = None
+        self._pools: Pools | None = None
         self._compile = options.compile
         self._compile_cache = Path(options.compile_cache) if options.compile_cache else default_cache()
         self._decoder: CompiledDecoder | None = None
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
-            vocab_size=self._model.config.vocab_size,
+            vocab_size=self._model.vocab_size,
             max_model_len=self._max_len,
-            components=(self._model.kv_shape.component(),),
+            components=self._model.groups.components(),
             eos_token_ids=self._eos,
             dtype=str(self._dtype).removeprefix("torch."),
             device=self._device.type,
         )
 
     def allocate(self, num_pages: int, num_slots: int) -> None:
-        assert self._kv is None, "allocate() is called once"
-        assert num_slots <= 1, "this model has no recurrent state"
+        assert self._pools is None, "allocate() is called once"
         with torch.inference_mode():
-            self._kv = Kv(KvPool(self._model.kv_shape, num_pages, self._device))
+            self._pools = Pools(self._model.groups, num_pages, num_slots, self._device)
             if self._compile:
-                self._decoder = CompiledDecoder(self._model.decode_model(), self._pages().pages, self._compile_cache)
+                assert isinstance(self._model, LlamaModel), "build() refuses the others"
+                pages = self._pools.kv.pool.pages
+                self._decoder = CompiledDecoder(self._model.decode_model(), pages, self._compile_cache)
 
     def regions(self) -> tuple[Region, ...]:
-        return (self._pages().region(0),)
+        return self._memory().regions()
 
     def close(self) -> None:
-        self._kv = self._decoder = None
+        self._pools = self._decoder = None
 
-    def _pages(self) -> KvPool:
-        assert self._kv is not None, "allocate() comes first"
-        return self._kv.pool
+    def _memory(self) -> Pools:
+        assert self._pools is not None, "allocate() comes first"
+        return self._pools
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        self._copy(plan.copies)
+        for copy in plan.copies:
+            self._memory().copy(copy)
         if not plan.rows:
             return StepResult(plan.step)
         results = self._run_compiled(plan.rows) if self._compiles(plan.rows) else self._run_model(plan.rows)
@@ -159,19 +159,13 @@ class TorchRunner:
         return [_result(row, s, ()) for row, s in zip(rows, sampled, strict=True)]
 
     def _run_model(self, rows: tuple[Row, ...]) -> list[tuple[RowResult, bool]]:
-        assert self._kv is not None, "allocate() comes first"
         step = self._inputs.build(rows)
-        hidden = self._model.forward(step, self._kv)
+        hidden = self._model.forward(step, self._memory())
         sampling = [i for i, row in enumerate(rows) if row.samples]
         logits = self._logits(hidden, [step.spans[i][1] - 1 for i in sampling]) if sampling else hidden[:0]
         sampled = _sample(rows, sampling, logits)
         prompt = [tuple(self._prompt_scores(row, span, hidden)) for row, span in zip(rows, step.spans, strict=True)]
         return [_result(row, s, p) for row, s, p in zip(rows, sampled, prompt, strict=True)]
-
-    def _copy(self, copies: tuple[Copy, ...]) -> None:
-        for copy in copies:
-            assert copy.paged, "this model has no recurrent state"
-            self._pages().copy_page(copy.source, copy.target)
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """[len(rows), vocab] of the given tokens of the step."""

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -70,6 +71,16 @@ static inline float sum(v16 x) {
 #endif
 }
 
+static inline float largest(v16 x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float m = x[0];
+    for (int i = 1; i < 16; i++) m = x[i] > m ? x[i] : m;
+    return m;
+#endif
+}
+
 // acc += two products per lane
 static inline v16 dot2(v16 acc, u16x a, u16x b) {
 #ifdef __AVX512BF16__
@@ -114,6 +125,10 @@ static void rms_norm(const bf16* x, const bf16* weight, bf16* y, int64_t width, 
     for (int64_t i = 0; i < width; i += 16) store(y + i, load(x + i) * r * load(weight + i));
 }
 
+// Loads ahead of use, by measurement: weights come from memory once and the hardware's own prefetch is too short.
+template <int R>
+constexpr int64_t kAhead = R == 1 ? 16 : 64;
+
 enum class Out { plain, add, fp32 };
 
 template <int R, int B, Out kind>
@@ -125,7 +140,10 @@ static void tile(const bf16* x, const Linear& l, int64_t block, void* out) {
     const uint32_t* w = l.weight + block * pairs * 16;
     for (int64_t k = 0; k < pairs; k++) {
         u16x weights[B];
-        for (int b = 0; b < B; b++) weights[b] = words(w + (b * pairs + k) * 16);
+        for (int b = 0; b < B; b++) {
+            weights[b] = words(w + (b * pairs + k) * 16);
+            __builtin_prefetch(w + (b * pairs + k + kAhead<R>) * 16);
+        }
         for (int r = 0; r < R; r++) {
             uint32_t two;
             memcpy(&two, x + r * l.in + 2 * k, 4);
@@ -205,11 +223,6 @@ static void place(const Model& m, const Layer& l, int64_t layer, bf16* qkv, int6
     }
 }
 
-// The next page's rows: pages lie anywhere, so no hardware prefetcher follows them.
-static inline void fetch(const bf16* rows, int64_t dim) {
-    for (int64_t i = 0; i < kPage * dim; i += 32) __builtin_prefetch(rows + i);
-}
-
 // Attention of G query heads that share a KV head: q [G, dim] -> out [G, dim]. scores: room for G * keys.
 template <int G>
 static void attend(const Model& m, int64_t layer, int64_t kv_head, const bf16* q, const int64_t* pages, int64_t low,
@@ -220,7 +233,7 @@ static void attend(const Model& m, int64_t layer, int64_t kv_head, const bf16* q
     };
     for (int64_t p = first; p < last; p++) {
         const bf16* keys = cells(p, 0);
-        if (p + 1 < last) fetch(cells(p + 1, 0), m.dim);
+        const bf16* next = p + 2 < last ? cells(p + 2, 0) : keys;  // pages lie anywhere: no hardware prefetch
         float* s = scores + (p - first) * kPage;
         for (int64_t t = 0; t < kPage; t++) {
             const int64_t at = p * kPage + t;
@@ -228,6 +241,7 @@ static void attend(const Model& m, int64_t layer, int64_t kv_head, const bf16* q
                 for (int g = 0; g < G; g++) s[g * stride + t] = -INFINITY;
                 continue;
             }
+            for (int64_t d = 0; d < m.dim; d += 32) __builtin_prefetch(next + t * m.dim + d);
             v16 acc[G];
             for (auto& a : acc) a = zero();
             for (int64_t d = 0; d < m.dim; d += 32) {
@@ -240,8 +254,13 @@ static void attend(const Model& m, int64_t layer, int64_t kv_head, const bf16* q
     float total[G];
     for (int g = 0; g < G; g++) {
         float* s = scores + g * stride;
-        float top = -INFINITY;
-        for (int64_t i = 0; i < stride; i++) top = s[i] > top ? s[i] : top;
+        v16 tops = splat(-INFINITY);
+        for (int64_t i = 0; i < stride; i += 16) {
+            v16 x;
+            memcpy(&x, s + i, sizeof x);
+            tops = x > tops ? x : tops;
+        }
+        const float top = largest(tops);
         v16 all = zero();
         for (int64_t i = 0; i < stride; i += 16) {
             v16 x;
@@ -257,7 +276,7 @@ static void attend(const Model& m, int64_t layer, int64_t kv_head, const bf16* q
     std::vector<v16> sums(G * m.dim / 16, zero());
     for (int64_t p = first; p < last; p++) {
         const bf16* values = cells(p, 1);
-        if (p + 1 < last) fetch(cells(p + 1, 1), m.dim);
+        const bf16* next = p + 2 < last ? cells(p + 2, 1) : values;
         const int64_t begin = p * kPage < low ? low - p * kPage : 0;
         const int64_t end = length - p * kPage < kPage ? length - p * kPage : kPage;
         const float* s = scores + (p - first) * kPage;
@@ -266,6 +285,7 @@ static void attend(const Model& m, int64_t layer, int64_t kv_head, const bf16* q
             for (int i = 0; i < 2; i++)
                 for (int g = 0; g < G; g++) acc[i][g] = sums[(d / 16 + i) * G + g];
             for (int64_t t = begin; t < end; t++) {
+                __builtin_prefetch(next + t * m.dim + d);
                 v16 v0 = load(values + t * m.dim + d), v1 = load(values + t * m.dim + d + 16);
                 for (int g = 0; g < G; g++) {
                     acc[0][g] += v0 * s[g * stride + t];
@@ -284,14 +304,14 @@ static void attend_heads(const Model& m, const Layer& l, int64_t layer, int64_t 
                          const int64_t* pages, int64_t length, bf16* out) {
     const int64_t group = m.heads / m.kv_heads;
     const int64_t low = l.window && length > l.window ? length - l.window : 0;
-    std::vector<float> scores(4 * (length + 2 * kPage));
+    std::unique_ptr<float[]> scores(new float[4 * (length + 2 * kPage)]);
     for (int64_t g = 0; g < group; g += 4) {
         const int64_t at = (kv_head * group + g) * m.dim;
         switch (group - g < 4 ? group - g : 4) {
-            case 1: attend<1>(m, layer, kv_head, q + at, pages, low, length, scores.data(), out + at); break;
-            case 2: attend<2>(m, layer, kv_head, q + at, pages, low, length, scores.data(), out + at); break;
-            case 3: attend<3>(m, layer, kv_head, q + at, pages, low, length, scores.data(), out + at); break;
-            default: attend<4>(m, layer, kv_head, q + at, pages, low, length, scores.data(), out + at);
+            case 1: attend<1>(m, layer, kv_head, q + at, pages, low, length, scores.get(), out + at); break;
+            case 2: attend<2>(m, layer, kv_head, q + at, pages, low, length, scores.get(), out + at); break;
+            case 3: attend<3>(m, layer, kv_head, q + at, pages, low, length, scores.get(), out + at); break;
+            default: attend<4>(m, layer, kv_head, q + at, pages, low, length, scores.get(), out + at);
         }
     }
 }

@@ -13,7 +13,12 @@ import numpy.typing as npt
 import torch
 
 from engine.kernels.attention import Block, DecodeGroup, PrefillGroup, block_rows
+from engine.kernels.delta_chunk_plan import Checkpoint, ChunkPlan
+from engine.kernels.mla_plan import PagedPlan
 from engine.layers.kv import KvShape
+from engine.layers.latent import LatentStep
+from engine.layers.pools import Groups
+from engine.layers.state import LinearStep
 from engine.plan import Row
 from kvtransfer.types import PAGE_TOKENS
 
@@ -24,7 +29,9 @@ Array = npt.NDArray[np.int64]
 class StepBatch:
     """tokens, positions [T]; cells: where each token's keys and values go (KvShape.cell_index, flattened).
 
-    last: for each row of the plan, in its order, the step's token that ends it. spans: first token of each.
+    spans: first and last token of each row of the plan, in its order. min_rows: least rows of any matmul.
+    decode, prefill and cells serve layers with keys and values, latent those with latent attention, linear those with
+    a state; empty or None where the model has no such layer.
     """
 
     tokens: torch.Tensor
@@ -33,6 +40,9 @@ class StepBatch:
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillGroup, ...]
     spans: tuple[tuple[int, int], ...]
+    min_rows: int = 1
+    latent: LatentStep | None = None
+    linear: LinearStep | None = None
 
 
 class Inputs:
@@ -40,20 +50,17 @@ class Inputs:
 
     def __init__(
         self,
-        shape: KvShape,
-        query_heads: int,
-        window: int,
+        groups: Groups,
         device: torch.device,
         *,
         alone: bool,
         min_rows: int,
         pin: bool = False,
     ) -> None:
-        """window: sliding window of the layers that have one, 0 = none. alone: each decode row is its own group (a
-        row then cannot depend on its neighbours). min_rows: pad a step to at least so many tokens."""
-        self._shape = shape
-        self._heads = query_heads
-        self._window = window
+        """alone: each decode row is its own group (a row then cannot depend on its neighbours). min_rows: pad a step to
+        at least so many tokens."""
+        self._groups = groups
+        self._window = groups.window
         self._device = device
         self._alone = alone
         self._min_rows = min_rows
@@ -68,15 +75,52 @@ class Inputs:
         for at, i in enumerate(order):
             spans[i] = (int(starts[at]), int(starts[at + 1]))
         tokens, positions, pages = self._flat([rows[i] for i in order], int(starts[-1]))
-        cells = self._shape.cell_index(pages, positions % PAGE_TOKENS)
+        decode = [rows[i] for g in groups for i in g]
+        prefill = [r for r in rows if not r.is_decode]
+        padding = len(tokens) - int(starts[-1])
+        has_kv = self._groups.kv is not None
+        cells = self._kv.cell_index(pages, positions % PAGE_TOKENS) if has_kv else np.zeros(0, dtype=np.int64)
         return StepBatch(
             tokens=self._put("tokens", tokens),
             positions=self._put("positions", positions),
             cells=self._put("cells", cells.ravel()),
-            decode=tuple(self._decode(spans[g[0]][0], [rows[i] for i in g]) for g in groups),
-            prefill=tuple(self._prefill(spans[i][0], r) for i, r in enumerate(rows) if not r.is_decode),
+            decode=tuple(self._decode(spans[g[0]][0], [rows[i] for i in g]) for g in groups) if has_kv else (),
+            prefill=tuple(self._prefill(spans[i][0], r) for i, r in enumerate(rows) if not r.is_decode)
+            if has_kv
+            else (),
             spans=tuple(spans),
+            min_rows=self._min_rows,
+            latent=self._latent(decode, prefill, padding) if self._groups.latent else None,
+            linear=self._linear(decode, prefill) if self._groups.state else None,
         )
+
+    @property
+    def _kv(self) -> KvShape:
+        assert self._groups.kv is not None, "this model has no keys and values"
+        return self._groups.kv
+
+    def _latent(self, decode: Sequence[Row], prefill: Sequence[Row], padding: int) -> LatentStep:
+        return LatentStep(self._paged(decode, 0), self._paged(prefill, padding))
+
+    def _paged(self, rows: Sequence[Row], padding: int) -> PagedPlan:
+        lengths, starts = [len(r.tokens) for r in rows], [r.start for r in rows]
+        return PagedPlan.build(lengths, starts, [r.pages for r in rows], padding, self._device)
+
+    def _linear(self, decode: Sequence[Row], prefill: Sequence[Row]) -> LinearStep:
+        assert all(r.slot > 0 for r in (*decode, *prefill)), "a state without a slot"
+        assert not any(r.checkpoints for r in decode), "a decode row has no interior"
+        points = [
+            Checkpoint(i, length - row.start, slot) for i, row in enumerate(prefill) for length, slot in row.checkpoints
+        ]
+        plan = ChunkPlan.build(
+            lengths=[len(r.tokens) for r in prefill],
+            initial=[r.slot if r.start else 0 for r in prefill],
+            final=[r.slot for r in prefill],
+            starts=[r.start for r in prefill],
+            checkpoints=points,
+            device=self._device,
+        )
+        return LinearStep(self._device_copy(np.array([r.slot for r in decode], dtype=np.int64)), plan)
 
     def _flat(self, rows: Sequence[Row], count: int) -> tuple[Array, Array, Array]:
         """Token ids, positions and pages of every token, padded."""
@@ -128,7 +172,7 @@ class Inputs:
         return DecodeGroup(
             first=first,
             last=first + len(rows),
-            rows=self._device_copy(self._shape.row_index(pages).ravel()),
+            rows=self._device_copy(self._kv.row_index(pages).ravel()),
             mask=mask,
             window_mask=window_mask,
             blank=self._blank(lengths, width) if mask is not None else None,
@@ -136,7 +180,7 @@ class Inputs:
 
     def _blank(self, lengths: Array, width: int) -> torch.Tensor | None:
         """Token rows past each sequence's end in its last page, in a buffer [2, B, KH, width * 16]."""
-        heads, size = self._shape.kv_heads, width * PAGE_TOKENS
+        heads, size = self._kv.kv_heads, width * PAGE_TOKENS
         found = [
             (b * heads + h) * size + np.arange(n, -(-n // PAGE_TOKENS) * PAGE_TOKENS, dtype=np.int64)
             for b, n in enumerate(lengths.tolist())
@@ -153,14 +197,14 @@ class Inputs:
         return PrefillGroup(
             first=first,
             last=first + len(row.tokens),
-            rows=self._device_copy(self._shape.row_index(pages).ravel()),
+            rows=self._device_copy(self._kv.row_index(pages).ravel()),
             blocks=self._blocks(first, row, 0),
             windowed=self._blocks(first, row, self._window) if self._window else (),
         )
 
     def _blocks(self, first: int, row: Row, window: int) -> tuple[Block, ...]:
         count = len(row.tokens)
-        size = block_rows(self._heads, row.start + count, self._shape.dtype.itemsize)
+        size = block_rows(self._groups.query_heads, row.start + count, self._kv.dtype.itemsize)
         blocks = []
         for begin in range(0, count, size):
             rows = min(size, count - begin)
@@ -183,7 +227,7 @@ class Inputs:
 
     def _additive(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
         values = np.where(hidden, np.float32(-np.inf), np.float32(0))
-        return torch.from_numpy(values).to(dtype=self._shape.dtype, device=self._device)
+        return torch.from_numpy(values).to(dtype=self._kv.dtype, device=self._device)
 
     def _device_copy(self, values: Array) -> torch.Tensor:
         return torch.from_numpy(values).to(device=self._device)

@@ -10,15 +10,20 @@ does index arithmetic. Page 0 is null: padding writes there and nothing that is 
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtransfer.types import PAGE_TOKENS, Component, Region
+from kvtransfer.types import PAGE_TOKENS, Component
 
 Index = npt.NDArray[np.int64]
+
+HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +59,27 @@ class KvShape:
         return rows * PAGE_TOKENS + offsets[:, None, None]
 
 
+def _memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised. On Linux it begins on a huge page and asks for huge ones: pages of KV are read in no order the
+    hardware can follow, and with small ones the address look-ups cost a third of a long decode step."""
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(count, dtype=dtype, device=device)
+    raw = torch.empty(count + HUGE_PAGE // dtype.itemsize, dtype=dtype, device=device)
+    begin = -raw.data_ptr() % HUGE_PAGE // dtype.itemsize
+    pool = raw[begin : begin + count]
+    # advice: where the kernel does not take it, small pages do
+    libc = ctypes.CDLL(None)
+    libc.madvise(ctypes.c_void_p(pool.data_ptr()), ctypes.c_size_t(count * dtype.itemsize), mmap.MADV_HUGEPAGE)
+    return pool
+
+
 class KvPool:
     """Owns the pages' memory."""
 
     def __init__(self, shape: KvShape, num_pages: int, device: torch.device) -> None:
         self.shape = shape
-        self.pages = torch.zeros(
-            (num_pages, shape.kv_heads, shape.layers, 2, PAGE_TOKENS, shape.head_dim), dtype=shape.dtype, device=device
-        )
+        size = (num_pages, shape.kv_heads, shape.layers, 2, PAGE_TOKENS, shape.head_dim)
+        self.pages = _memory(math.prod(size), shape.dtype, device).view(size).zero_()
         self._rows = self.pages.view(-1, PAGE_TOKENS * shape.head_dim).view(torch.int64)
         self._cells = self.pages.view(-1, shape.head_dim).view(torch.int64)
 
@@ -82,16 +100,22 @@ class KvPool:
         """64-bit words of one row."""
         return self._rows.shape[1]
 
-    def region(self, region_id: int) -> Region:
-        c = self.shape.component()
-        return Region(
-            region_id=region_id,
-            component=c.name,
-            base=self.pages.data_ptr(),
-            length=self.pages.numel() * self.pages.element_size(),
-            stride=c.item_bytes,
-            first_unit=0,
-            units=c.units,
-            device=self.pages.device.index or 0,
-            memory="DRAM" if self.pages.device.type == "cpu" else "VRAM",
-        )
+
+class Kv:
+    """The pool and the scratch its pages are gathered into, shared by all layers."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self.pool = pool
+        self._scratch = torch.empty(0, dtype=torch.int64, device=pool.pages.device)
+
+    def gather(self, layer: int, rows: torch.Tensor, batch: int, blank: torch.Tensor | None) -> torch.Tensor:
+        """-> [2, batch, kv_heads, keys, head_dim] with the token rows of `blank` zeroed; valid until the next call."""
+        shape, words = self.pool.shape, self.pool.row_words
+        need = len(rows) * words
+        if self._scratch.numel() < need:
+            self._scratch = torch.empty(need + need // 4, dtype=torch.int64, device=rows.device)
+        out = self._scratch[:need].view(len(rows), words)
+        self.pool.gather(layer, rows, out)
+        if blank is not None:
+            out.view(-1, shape.head_dim * shape.dtype.itemsize // 8).index_fill_(0, blank, 0)
+        return out.view(shape.dtype).view(2, batch, shape.kv_heads, -1, shape.head_dim)

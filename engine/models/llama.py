@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from engine.kernels.attention import decode_attention, prefill_attention
 from engine.kernels.decode_cpu import DecodeLayer, DecodeModel, PackedLinear, require_supported
+from engine.layers.attention import attend
 from engine.layers.batch import StepBatch
-from engine.layers.kv import KvPool, KvShape
+from engine.layers.kv import Kv, KvShape
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
+from engine.layers.pools import Groups, Pools
 from engine.layers.rope import Rope, RopeConfig, rotate
 from engine.weights import WeightSource
 from runtime.errors import Unsupported
@@ -135,24 +136,8 @@ class Attention:
             qk = torch.cat((self.norms[0](qk[:, : c.heads]), self.norms[1](qk[:, c.heads :])), 1)
         qk = rotate(qk, *rope)
         kv.pool.write(self._index, step.cells, torch.cat((qk[:, c.heads :], qkv[:, rotated:]), 1))
-        attended = torch.empty((len(x), c.heads * c.head_dim), dtype=x.dtype, device=x.device)
-        self._attend(qk[:, : c.heads], step, kv, attended)
+        attended = attend(qk[:, : c.heads], step, kv, self._index, self.scale, windowed=self._windowed)
         return self.o.add_to(residual, attended)
-
-    def _attend(self, q: torch.Tensor, step: StepBatch, kv: Kv, out: torch.Tensor) -> None:
-        covered = 0
-        for d in step.decode:
-            mask = d.window_mask if self._windowed else d.mask
-            pages = kv.gather(self._index, d.rows, d.last - d.first, d.blank)
-            decode_attention(q[d.first : d.last], pages, mask, self.scale, out[d.first : d.last])
-            covered = d.last
-        for p in step.prefill:
-            pages = kv.gather(self._index, p.rows, 1, None)[:, 0]
-            blocks = p.windowed if self._windowed else p.blocks
-            rows = slice(p.first, p.last)
-            prefill_attention(q[rows], pages, blocks, p.first, self.scale, out[rows])
-            covered = p.last
-        out[covered:].zero_()
 
 
 class Mlp:
@@ -187,26 +172,6 @@ class Layer:
         return self.mlp(self.mlp_norm(h), h)
 
 
-class Kv:
-    """The pool and the scratch its pages are gathered into, shared by all layers."""
-
-    def __init__(self, pool: KvPool) -> None:
-        self.pool = pool
-        self._scratch = torch.empty(0, dtype=torch.int64, device=pool.pages.device)
-
-    def gather(self, layer: int, rows: torch.Tensor, batch: int, blank: torch.Tensor | None) -> torch.Tensor:
-        """-> [2, batch, kv_heads, keys, head_dim] with the token rows of `blank` zeroed; valid until the next call."""
-        shape, words = self.pool.shape, self.pool.row_words
-        need = len(rows) * words
-        if self._scratch.numel() < need:
-            self._scratch = torch.empty(need + need // 4, dtype=torch.int64, device=rows.device)
-        out = self._scratch[:need].view(len(rows), words)
-        self.pool.gather(layer, rows, out)
-        if blank is not None:
-            out.view(-1, shape.head_dim * shape.dtype.itemsize // 8).index_fill_(0, blank, 0)
-        return out.view(shape.dtype).view(2, batch, shape.kv_heads, -1, shape.head_dim)
-
-
 class LlamaModel:
     """forward: StepBatch -> final hidden states [T, hidden]; logits: rows of them -> [R, vocab]."""
 
@@ -231,7 +196,12 @@ class LlamaModel:
 
         shapes = parameter_shapes(config)
         self.config = config
-        self.kv_shape = KvShape(config.layers, config.kv_heads, config.head_dim, dtype)
+        self.vocab_size = config.vocab_size
+        self.groups = Groups(
+            kv=KvShape(config.layers, config.kv_heads, config.head_dim, dtype),
+            query_heads=config.heads,
+            window=config.window,
+        )
         self._embed = get("model.embed_tokens.weight")
         self._layers = []
         for i in range(config.layers):
@@ -242,11 +212,11 @@ class LlamaModel:
         self._rope = Rope(config.rope, max_len, dtype, device, source.rope_divisors())
         progress(1.0)
 
-    def forward(self, step: StepBatch, kv: Kv) -> torch.Tensor:
+    def forward(self, step: StepBatch, pools: Pools) -> torch.Tensor:
         h = F.embedding(step.tokens, self._embed)
         rope = self._rope.at(step.positions)
         for layer in self._layers:
-            h = layer(h, step, rope, kv)
+            h = layer(h, step, rope, pools.kv)
         return h
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
