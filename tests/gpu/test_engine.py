@@ -1,0 +1,22 @@
+"""The checks of tests/gpu/engine.py, where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu import engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+def test_scores_are_those_of_the_cpu() -> None:
+    engine.check_scores()
+
+
+def test_noise_is_that_of_the_cpu() -> None:
+    engine.check_noise()
+
+
+def test_sampled_tokens_are_those_of_the_cpu() -> None:
+    engine.check_sampling()
