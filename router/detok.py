@@ -36,7 +36,12 @@ class Detokenizer:
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text these tokens add, "" while it is not certain."""
-        self._window.extend(tokens)
+        if len(tokens) == 1:
+            return self._push(tokens[0])
+        return "".join([self._push(token) for token in tokens])  # singly: a text is whole only at some of them
+
+    def _push(self, token: int) -> str:
+        self._window.append(token)
         text = self._decode(self._window)
         sure = text.rstrip(BROKEN)
         piece = self._give(sure)

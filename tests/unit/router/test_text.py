@@ -110,6 +110,13 @@ def test_endless_garbage_is_let_go_and_costs_no_more_per_token(byte_level: Token
     assert longest < 64
 
 
+def test_steps_that_always_end_inside_a_character_lose_nothing(byte_level: Tokenizer) -> None:
+    tokens = list(("砀" * 40).encode())
+    chunks = [tokens[:2], *(tokens[at : at + 6] for at in range(2, len(tokens), 6))]
+
+    assert "".join(stream(decoder(byte_level), chunks)) == "砀" * 40
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_joined_pieces_are_the_decoded_text(data: st.DataObject, byte_level: Tokenizer) -> None:

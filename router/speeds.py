@@ -1,0 +1,189 @@
+"""How fast the workers are, learned from what they report, never from a profile.
+
+Three questions: how long does a prefill take, how long a decode step, how long a transfer. Each is answered by one
+small regression over the whole fleet (what the model costs) times a factor per worker or path (what this machine makes
+of it): the shape is learned from everybody's reports, so a new worker is predicted well after a few of its own.
+
+Reports are noisy and sometimes stalled. The regression minimises relative error and its residuals are clipped, so one
+report six times too long moves little; it forgets slowly, so a fleet that changes is followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+CLIP = 0.5
+"""Largest relative residual one report may count with."""
+
+
+class Regression:
+    """Recursive least squares with forgetting over positive physical features.
+
+    prior: coefficients to start from; trust: reports the prior is worth. forgetting: weight kept per report.
+    """
+
+    def __init__(self, prior: Sequence[float], scales: Sequence[float], trust: float = 3.0, forgetting: float = 0.998):
+        self._scale = np.asarray(scales, dtype=float)
+        self._theta = np.asarray(prior, dtype=float) * self._scale
+        self._prior = self._theta.copy()
+        self._floor = self._prior * 0.02
+        self._cov = np.diag((np.maximum(self._prior, 1e-9) ** 2) * 4.0)
+        self._keep = forgetting
+        self._trace = float(np.trace(self._cov))
+        self.count = 0
+        self.coefficients: tuple[float, ...] = tuple(prior)
+
+    def predict(self, features: Sequence[float]) -> float:
+        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
+
+    def learn(self, features: Sequence[float], observed: float) -> None:
+        """One report. Weighted by its own size, so that short and long ones count alike."""
+        expected = self.predict(features)
+        if observed <= 0 or expected <= 0:
+            return
+        weight = 1.0 / max(expected, 1e-6)
+        row = np.asarray(features, dtype=float) / self._scale * weight
+        clip = CLIP if self.count >= 20 else 4.0
+        error = min(max(observed * weight - 1.0, -clip), clip)
+        gain = self._cov @ row
+        denominator = 0.05 + float(row @ gain)
+        self._theta = np.maximum(self._theta + gain / denominator * error, self._floor)
+        self._cov = self._cov - np.outer(gain, gain) / denominator
+        if float(np.trace(self._cov)) < self._trace:  # forgetting must not wind up while nothing new is told
+            self._cov /= self._keep
+        self.count += 1
+        self.coefficients = tuple(float(value) for value in self._theta / self._scale)
+
+
+@dataclass(slots=True)
+class Factor:
+    """What one machine makes of the fleet's figure: a clipped running mean of log(observed / expected)."""
+
+    log: float = 0.0
+    count: int = 0
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.log)
+
+    def learn(self, observed: float, expected: float, floor_rate: float = 0.04) -> None:
+        if observed <= 0 or expected <= 0:
+            return
+        self.count += 1
+        rate = max(1.0 / (self.count + 3), floor_rate)
+        step = math.log(observed / expected) - self.log
+        self.log += rate * min(max(step, -CLIP), CLIP)
+
+
+@dataclass(slots=True)
+class Accuracy:
+    """Relative error of predictions: a running median (by signed steps) and a running mean."""
+
+    median: float = 0.15
+    mean: float = 0.15
+    count: int = 0
+
+    def learn(self, predicted: float, observed: float) -> None:
+        if observed <= 0:
+            return
+        error = abs(predicted - observed) / observed
+        self.count += 1
+        rate = max(1.0 / self.count, 0.01)
+        self.mean += rate * (min(error, 5.0) - self.mean)
+        self.median += 0.01 * (1 if error > self.median else -1)
+        self.median = max(self.median, 0.0)
+
+
+@dataclass(slots=True)
+class OutputLength:
+    """Expected output tokens: what similar prompts of this router produced, never more than was allowed.
+
+    By size class of the prompt (powers of two), shrunk towards the mean of all while a class is young."""
+
+    mean: float = 256.0
+    count: int = 0
+    classes: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def expect(self, prompt_tokens: int, max_tokens: int) -> float:
+        mean, count = self.classes.get(prompt_tokens.bit_length(), (self.mean, 0))
+        blended = (mean * count + self.mean * 20) / (count + 20)
+        return max(min(blended, float(max_tokens)), 1.0) if max_tokens > 0 else max(blended, 1.0)
+
+    def learn(self, prompt_tokens: int, output_tokens: int) -> None:
+        self.count += 1
+        self.mean += max(1.0 / (self.count + 1), 0.01) * (output_tokens - self.mean)
+        key = prompt_tokens.bit_length()
+        mean, count = self.classes.get(key, (float(output_tokens), 0))
+        self.classes[key] = (mean + max(1.0 / (count + 1), 0.01) * (output_tokens - mean), count + 1)
+
+
+class Speeds:
+    """All of one router's calibrations. Times in seconds, sizes in tokens and bytes; workers by id."""
+
+    def __init__(self) -> None:
+        # 1, uncached tokens, uncached tokens x their mean context, uncached tokens x the step they ride on
+        self._prefill = Regression((0.01, 5e-5, 5e-10, 2e-4), (1.0, 1e-3, 1e-7, 1e-1))
+        # 1, requests in the step, their context tokens
+        self._step = Regression((0.01, 5e-5, 1e-8), (1.0, 1e-2, 1e-5))
+        self._transfer = Regression((0.001, 1e-10), (1.0, 1e-9))
+        self._load = Regression((0.001, 1e-10), (1.0, 1e-9))
+        self._prefill_of: dict[str, Factor] = {}
+        self._step_of: dict[str, Factor] = {}
+        self._path: dict[tuple[str, str], Factor] = {}
+        self.output = OutputLength()
+        self.ttft_error = Accuracy()
+
+    # --- prefill ------------------------------------------------------------------------------------------------
+
+    def prefill_s(self, worker: str, uncached: int, cached: int, step_s: float = 0.0) -> float:
+        """Computing `uncached` tokens that follow `cached` ones. step_s: the decode step they share, 0 = none."""
+        fixed, token, context, mixed = self._prefill.coefficients
+        seconds = fixed + uncached * (token + context * (cached + 0.5 * uncached) + mixed * step_s)
+        factor = self._prefill_of.get(worker)
+        return seconds * factor.value if factor is not None else seconds
+
+    def learn_prefill(self, worker: str, uncached: int, cached: int, seconds: float, step_s: float = 0.0) -> None:
+        features = (1.0, float(uncached), uncached * (cached + 0.5 * uncached), uncached * step_s)
+        factor = self._prefill_of.setdefault(worker, Factor())
+        factor.learn(seconds, self._prefill.predict(features))
+        self._prefill.learn(features, seconds / factor.value)
+
+    # --- decode -------------------------------------------------------------------------------------------------
+
+    def step_s(self, worker: str, batch: float, context: float) -> float:
+        """One decode step of `batch` requests that hold `context` tokens in all."""
+        fixed, request, token = self._step.coefficients
+        seconds = fixed + request * batch + token * context
+        factor = self._step_of.get(worker)
+        return seconds * factor.value if factor is not None else seconds
+
+    def learn_step(self, worker: str, batch: float, context: float, seconds: float) -> None:
+        features = (1.0, batch, context)
+        factor = self._step_of.setdefault(worker, Factor())
+        factor.learn(seconds, self._step.predict(features))
+        self._step.learn(features, seconds / factor.value)
+
+    # --- transfer -----------------------------------------------------------------------------------------------
+
+    def transfer_s(self, source: str, target: str, size: float, flows: int = 0) -> float:
+        """`size` bytes from source to target while `flows` other transfers share the way."""
+        setup, byte = self._transfer.coefficients
+        factor = self._path.get((source, target))
+        shared = byte * size * (1 + flows)
+        return (setup + shared) * (factor.value if factor is not None else 1.0)
+
+    def learn_transfer(self, source: str, target: str, size: float, seconds: float, flows: int = 0) -> None:
+        features = (1.0, size * (1 + flows))
+        self._path.setdefault((source, target), Factor()).learn(seconds, self._transfer.predict(features), 0.1)
+        self._transfer.learn(features, seconds)
+
+    def load_s(self, size: float) -> float:
+        """Promoting `size` bytes from host memory or disk."""
+        return self._load.predict((1.0, size)) if size > 0 else 0.0
+
+    def learn_load(self, size: float, seconds: float) -> None:
+        self._load.learn((1.0, size), seconds)
