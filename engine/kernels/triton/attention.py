@@ -86,6 +86,6 @@ def paged_attention(q: Tensor, cache: Tensor, plan: PagedPlan, *, scale: float, 
         _attention_kernel[(len(plan.lengths), triton.cdiv(longest, per_tile), kv_heads)](
             q, cache, out, plan.tables, plan.firsts, plan.ends, scale, heads, group, plan.tables.shape[1], window,
             q.stride(0), q.stride(1), *cache.stride()[:4], TOKENS=per_tile, GROUP=padded, D=width,
-            BLOCK_D=block(width), KEYS=64, PAGE=PAGE,
+            BLOCK_D=block(width), KEYS=64, PAGE=PAGE, num_warps=8 if width > 128 else 4,
         )  # fmt: skip
     return out

@@ -44,6 +44,6 @@ def attn_res(sources: Tensor, query: Tensor, weight: Tensor | None, eps: float) 
     if tokens:
         _mix_kernel[(tokens,)](
             sources, query, weight, out, count, width, sources.stride(0), sources.stride(1), eps,
-            HAS_WEIGHT=weight is not None, BLOCK=block(width),
+            HAS_WEIGHT=weight is not None, BLOCK=block(width), num_warps=8 if width > 4096 else 4,
         )  # fmt: skip
     return out

@@ -136,6 +136,7 @@ def conv_prefill(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, plan: ChunkPlan, *, silu: bool = True
 ) -> Tensor:
     channels, width = weight.shape
+    assert x.stride(1) == 1
     y = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if not plan.tokens:
         return y
@@ -164,6 +165,7 @@ def conv_verify(
 ) -> Tensor:
     channels, width = weight.shape
     batch, tokens, _ = x.shape
+    assert x.stride(2) == 1
     assert state.shape[-1] >= width - 1 + tokens - 1, "state component has too few draft rows"
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size = block(channels) if channels < 256 else 256

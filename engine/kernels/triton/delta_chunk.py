@@ -21,75 +21,88 @@ from engine.kernels.triton.common import block, dot32
 def _intra_kernel(
     q, k, g, beta, tokens, counts, w, keys, decay, mix, scale, heads, group,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_gt, stride_gh, stride_gk, stride_bt, stride_bh,
-    L2NORM: tl.constexpr, DELTA: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, C: tl.constexpr,
+    L2NORM: tl.constexpr, DELTA: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One program: one chunk of one value head. w [N, HV, 2C, K], keys [N, HV, C, K], decay [N, HV, K],
-    mix [N, HV, 2C, C] = T over A_qk T."""
+    """One program: one chunk of one value head, PART channels at a time (a whole row of fp32 operands in three parts
+    does not fit the registers). w [N, HV, 2C, K], keys [N, HV, C, K], decay [N, HV, K], mix [N, HV, 2C, C] = T over
+    A_qk T. A scalar gate has channel stride 0; padding rows load gate 0 and beta 0."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, C)
-    c = tl.arange(0, BLOCK_K)
-    count = tl.load(counts + chunk)
     token = tl.load(tokens + chunk).to(tl.int64) + i
-    real = i < count
-    tile = real[:, None] & (c < K)[None, :]
-    kh = head // group
-    qs = tl.load(q + token[:, None] * stride_qt + kh * stride_qh + c[None, :], mask=tile, other=0.0).to(tl.float32)
-    ks = tl.load(k + token[:, None] * stride_kt + kh * stride_kh + c[None, :], mask=tile, other=0.0).to(tl.float32)
-    if L2NORM:
-        qs = qs * tl.rsqrt(tl.sum(qs * qs, 1) + 1e-6)[:, None]
-        ks = ks * tl.rsqrt(tl.sum(ks * ks, 1) + 1e-6)[:, None]
-    qs = qs * scale
-    # A scalar gate has channel stride 0; padding rows keep gate 0 and beta 0.
-    at = token[:, None] * stride_gt + head * stride_gh + c[None, :] * stride_gk
-    gs = tl.load(g + at, mask=tile, other=0.0)
+    real = i < tl.load(counts + chunk)
+    q += token * stride_qt + (head // group) * stride_qh
+    k += token * stride_kt + (head // group) * stride_kh
+    g += token * stride_gt + head * stride_gh
     b = tl.load(beta + token * stride_bt + head * stride_bh, mask=real, other=0.0).to(tl.float32)
+    q_scale, k_scale = tl.full([C], 1.0, tl.float32) * scale, tl.full([C], 1.0, tl.float32)
+    if L2NORM:
+        q_scale, k_scale = q_scale * _inverse_norm(q, real, K, PART, C), _inverse_norm(k, real, K, PART, C)
 
     row, col = i[:, None], i[None, :]
     a_kk = tl.zeros([C, C], tl.float32)
-    a_qk = tl.where(row == col, tl.sum(qs * ks, 1)[:, None], 0.0)
-    for level in tl.static_range(4):
-        kk, qk = _level(qs, ks, gs, row, col, 1 << level)
-        a_kk += kk
-        a_qk += qk
-    since, until = _decays(gs, row, col, C)
+    a_qk = tl.zeros([C, C], tl.float32)
+    for low in range(0, K, PART):
+        qs, ks, gs = _part(q, k, g, real, q_scale, k_scale, stride_gk, low, K, PART)
+        a_qk += tl.where(row == col, tl.sum(qs * ks, 1)[:, None], 0.0)
+        for level in range(4):
+            since, until = _decays(gs, row, col, level)
+            earlier = tl.trans(ks * until)
+            pair = (row >> level == (col >> level) + 1) & ((row >> level) % 2 == 1)
+            a_kk += tl.where(pair, dot32(ks * since, earlier), 0.0)
+            a_qk += tl.where(pair, dot32(qs * since, earlier), 0.0)
     if DELTA:
         t = _unit_inverse(a_kk * b[:, None], i, C) * b[None, :]
     else:
         t = tl.where(row == col, b[None, :], 0.0)
-    at_mix = dot32(a_qk, t)
+    reads = dot32(a_qk, t)
     unit = chunk * heads + head
     place = (unit * 2 * C + row) * C + col
     tl.store(mix + place, t)
-    tl.store(mix + place + C * C, at_mix)
-    channel = (c < K)[None, :]
-    wide = (unit * 2 * C + row) * K + c[None, :]
-    if DELTA:
-        decayed = ks * since
-        tl.store(w + wide, -dot32(t, decayed), mask=channel)
-        tl.store(w + wide + C * K, qs * since - dot32(at_mix, decayed), mask=channel)
-    else:
-        tl.store(w + wide + C * K, qs * since, mask=channel)
-    tl.store(keys + (unit * C + row) * K + c[None, :], ks * until, mask=channel)
-    tl.store(decay + unit * K + c, tl.exp(tl.sum(gs, 0)), mask=c < K)
+    tl.store(mix + place + C * C, reads)
+    for low in range(0, K, PART):
+        qs, ks, gs = _part(q, k, g, real, q_scale, k_scale, stride_gk, low, K, PART)
+        since, until = _decays(gs, row, col, 4)
+        c = low + tl.arange(0, PART)
+        channel = (c < K)[None, :]
+        wide = (unit * 2 * C + row) * K + c[None, :]
+        entering = qs * since
+        if DELTA:
+            decayed = ks * since
+            tl.store(w + wide, -dot32(t, decayed), mask=channel)
+            entering -= dot32(reads, decayed)
+        tl.store(w + wide + C * K, entering, mask=channel)
+        tl.store(keys + (unit * C + row) * K + c[None, :], ks * until, mask=channel)
+        tl.store(decay + unit * K + c, tl.exp(tl.sum(gs, 0)), mask=c < K)
 
 
 @triton.jit
-def _decays(gs, row, col, SIZE: tl.constexpr):
-    """e to the sum of gates since the row's block of SIZE rows began (itself included), and until the block's end
-    (itself excluded): sums of numbers of one sign, so neither overflow nor cancellation."""
-    same = row // SIZE == col // SIZE
+def _inverse_norm(x, real, K: tl.constexpr, PART: tl.constexpr, C: tl.constexpr):
+    total = tl.zeros([C], tl.float32)
+    for low in range(0, K, PART):
+        c = low + tl.arange(0, PART)
+        part = tl.load(x[:, None] + c[None, :], mask=real[:, None] & (c < K)[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(part * part, 1)
+    return tl.rsqrt(total + 1e-6)
+
+
+@triton.jit
+def _part(q, k, g, real, q_scale, k_scale, stride_gk, low, K: tl.constexpr, PART: tl.constexpr):
+    c = low + tl.arange(0, PART)
+    tile = real[:, None] & (c < K)[None, :]
+    qs = tl.load(q[:, None] + c[None, :], mask=tile, other=0.0).to(tl.float32) * q_scale[:, None]
+    ks = tl.load(k[:, None] + c[None, :], mask=tile, other=0.0).to(tl.float32) * k_scale[:, None]
+    return qs, ks, tl.load(g[:, None] + c[None, :] * stride_gk, mask=tile, other=0.0)
+
+
+@triton.jit
+def _decays(gs, row, col, level):
+    """e to the sum of gates since the row's block of 2^level rows began (itself included), and until the block's end
+    (itself excluded): sums of numbers of one sign, so neither overflow nor cancellation. Neighbouring blocks of which
+    the later one is odd meet at that boundary."""
+    same = row >> level == col >> level
     since = tl.dot((same & (col <= row)).to(tl.float32), gs, input_precision="ieee")
     until = tl.dot((same & (col > row)).to(tl.float32), gs, input_precision="ieee")
     return tl.exp(since), tl.exp(until)
-
-
-@triton.jit
-def _level(qs, ks, gs, row, col, SIZE: tl.constexpr):
-    """A_kk and A_qk between each pair of neighbouring blocks of SIZE rows, the later one odd."""
-    since, until = _decays(gs, row, col, SIZE)
-    earlier = tl.trans(ks * until)
-    pair = (row // SIZE == col // SIZE + 1) & ((row // SIZE) % 2 == 1)
-    return tl.where(pair, dot32(ks * since, earlier), 0.0), tl.where(pair, dot32(qs * since, earlier), 0.0)
 
 
 @triton.jit
@@ -186,7 +199,7 @@ def delta_chunk(
     _intra_kernel[(plan.chunks, heads)](
         q, k, g, beta, tables.chunk_tokens, tables.chunk_counts, w, keys, decay, mix, scale, heads,
         heads // q.shape[1], *q.stride()[:2], *k.stride()[:2], *g.stride()[:2], g.stride(2) if g.dim() == 3 else 0,
-        *beta.stride(), L2NORM=l2norm, DELTA=delta, K=keys_dim, BLOCK_K=block_k, C=CHUNK,
+        *beta.stride(), L2NORM=l2norm, DELTA=delta, K=keys_dim, PART=min(block_k, 32), C=CHUNK, num_warps=2,
     )  # fmt: skip
     _walk_kernel[(len(plan.lengths), heads, triton.cdiv(width, block_v))](
         v, out, state, w, keys, decay, mix, skip, tables.initial, tables.final, tables.counts, tables.ranks,

@@ -88,10 +88,11 @@ def mla_decode(q: Tensor, cache: Tensor, plan: PagedPlan, *, latent: int, scale:
     longest = max(plan.lengths, default=0)
     if longest:
         per_tile = 1 if longest == 1 else 4
+        keys = 16 if latent > 256 or q.dtype == torch.float32 else 64
         _attention_kernel[(len(plan.lengths), triton.cdiv(longest, per_tile), triton.cdiv(heads, HEADS))](
             q, cache, out, plan.tables, plan.firsts, plan.ends, scale, heads, plan.tables.shape[1], q.stride(0),
             q.stride(1), cache.stride(0), cache.stride(1), TOKENS=per_tile, HEADS=HEADS, R=latent, S=width - latent,
-            BLOCK_R=block(latent), BLOCK_S=block(width - latent), KEYS=16 if latent > 256 else 64, PAGE=PAGE,
+            BLOCK_R=block(latent), BLOCK_S=block(width - latent), KEYS=keys, PAGE=PAGE,
             num_warps=8 if per_tile > 1 else 4,
         )  # fmt: skip
     return out

@@ -188,7 +188,8 @@ def _grouped(x: Tensor, matrices: Tensor, sources: Tensor, bounds: Tensor) -> Te
         held = torch.diff(bounds, prepend=bounds.new_zeros(1))
         tile_ends = ((held + ROWS - 1) // ROWS).cumsum(0)
         tiles = min(len(sources), triton.cdiv(len(sources), ROWS) + count)
-        block_n, block_k = min(block(columns), 64), min(block(inner), 64)
+        wide = 64 if x.dtype.itemsize < 4 else 32  # fp32 operands take three registers each
+        block_n, block_k = min(block(columns), 64), min(block(inner), wide)
         _grouped_kernel[(tiles, triton.cdiv(columns, block_n))](
             x, matrices, out, sources, bounds, tile_ends, count, columns, inner, x.stride(0), matrices.stride(0),
             matrices.stride(1), ROWS=ROWS, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_E=block(count),

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 TARGET_ARCH = 90
@@ -23,8 +27,21 @@ class _NoDevice:
         return GPUTarget("cuda", TARGET_ARCH, 32)
 
 
+def _stack_bytes(cubin: bytes) -> int:
+    """Bytes of stack a thread uses: registers that did not fit."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout))
+
+
 def compile_launches() -> dict[str, dict[str, Any]]:
-    """From here on every launch in this process compiles. Returns a dict that fills up: kernel name -> facts."""
+    """From here on every launch in this process compiles. Returns a dict that fills up: kernel name -> largest
+    shared memory of a block and stack of a thread, in bytes."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -36,7 +53,9 @@ def compile_launches() -> dict[str, dict[str, Any]]:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         assert len(kernel.asm["cubin"]) > 0
         assert ".target sm_90a" in kernel.asm["ptx"]
-        compiled[self.fn.__name__] = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+        facts = compiled.setdefault(self.fn.__name__, {"shared": 0, "stack": 0})
+        facts["shared"] = max(facts["shared"], kernel.metadata.shared)
+        facts["stack"] = max(facts["stack"], _stack_bytes(kernel.asm["cubin"]))
         return kernel
 
     JITFunction.run = run

@@ -88,6 +88,29 @@ def test_sequences_of_one_batch_do_not_see_each_other(kind: str) -> None:
     assert torch.equal(whole[0], before[0])
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("kind", ["kda", "gdn", "mamba2"])
+def test_batch_and_slab_sizes_leave_every_bit_alone_at_real_head_sizes(
+    kind: str, K: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [130, 16, 49]
+    cases = [make_case(i, n, kind, heads=heads, K=K, V=K) for i, n in enumerate(lengths)]
+    for case in cases:
+        case.skip = cases[0].skip
+    _, state = pool(4, *naive(cases[0].part(0, 1))[1][0].shape)
+    out = delta_chunk(*joined(cases), state, ChunkPlan.build(lengths, [0, 0, 0], [1, 2, 3]), **cases[0].flags)
+    at = 0
+    for i, case in enumerate(cases):
+        for slab in (16, 2048):
+            monkeypatch.setattr("engine.kernels.delta_chunk.SLAB_ROWS", slab)
+            _, alone = pool(2, *state.shape[1:])
+            single = delta_chunk(*case.tensors, alone, ChunkPlan.build([lengths[i]], [0], [1]), **case.flags)
+            assert torch.equal(out[at : at + lengths[i]], single)
+            assert torch.equal(state[1 + i], alone[1])
+        at += lengths[i]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interior_checkpoint_is_the_state_of_a_prefill_stopped_there(kind: str) -> None:
     case = make_case(3, 150, kind, **shape_of(kind))

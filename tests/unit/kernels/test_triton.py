@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from .triton_cases import CASES
+from .triton_cases import CASES, COMPILE_ONLY
 
 Report = dict[str, dict[str, Any]]
 
@@ -44,12 +44,13 @@ def test_in_the_interpreter_a_kernel_equals_its_torch_namesake(interpreted: Repo
     assert not interpreted[name]["error"], interpreted[name]["error"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_launch_compiles_for_sm_90a_within_its_shared_memory(compiled: Report, name: str) -> None:
+@pytest.mark.parametrize("name", CASES | COMPILE_ONLY)
+def test_every_launch_compiles_for_sm_90a_within_shared_memory_and_registers(compiled: Report, name: str) -> None:
     assert not compiled[name]["error"], compiled[name]["error"]
     assert compiled[name]["kernels"], "nothing was launched"
     for kernel, facts in compiled[name]["kernels"].items():
         assert facts["shared"] <= 227 * 1024, kernel
+        assert facts["stack"] == 0, f"{kernel} spills registers"
 
 
 def test_a_wrong_kernel_is_noticed() -> None:
