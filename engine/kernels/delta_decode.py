@@ -50,17 +50,18 @@ def delta_decode(
     dots = (q * k).sum(-1, keepdim=True)
     seen = values.new_zeros(len(q), v.shape[1], 2, v.shape[2])
     us = beta * values
-    numbers = slots.tolist()
+    # Views of every row at once: taken one by one they would cost as much as the arithmetic.
+    views = list(zip(reads, seen, a.unsqueeze(-2), us.unsqueeze(-1), k.unsqueeze(-2), slots.tolist(), strict=True))
     per_group = max(1, GROUP_BYTES // (4 * state[0].numel()))
-    for first in range(0, len(numbers), per_group):
+    for first in range(0, len(views), per_group):
         group = slice(first, first + per_group)
-        held = [(row, state[numbers[row]]) for row in range(len(numbers))[group] if numbers[row]]
-        for row, s in held:
-            torch.bmm(reads[row], s.transpose(1, 2), out=seen[row])
+        held = [(state[view[-1]], *view[:-1]) for view in views[group] if view[-1]]
+        for s, read, result, *_ in held:
+            torch.bmm(read, s.transpose(1, 2), out=result)
         if delta:
             us[group] -= beta[group] * seen[group, :, 0]
-        for row, s in held:
-            fold_(s, a[row], us[row], k[row])
+        for s, _, _, fade, u, key in held:
+            s.mul_(fade).addcmul_(u, key)
     return finish(torch.addcmul(seen[:, :, 1], dots, us), v, skip)
 
 
