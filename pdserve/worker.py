@@ -130,6 +130,8 @@ class WorkerProcess:
         stop.add_done_callback(lambda _: asked.set())
         try:
             runner = await asyncio.to_thread(load_runner, self._config, self._files, progress)
+            if self._stopping.is_set():
+                return None
             self._advert.progress("allocating pools")
             parts = await Parts.make(
                 self._config, self._files, runner, self._identity, self._address, self._clock
