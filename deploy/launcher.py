@@ -146,7 +146,8 @@ class Launcher:
         assert self._placer.stdin is not None
         self._placer.stdin.write(json.dumps(request).encode() + b"\n")
         self._placer.stdin.flush()
-        threading.Thread(target=self._relay, args=(self._placer.stdout,), daemon=True).start()
+        self._relaying = threading.Thread(target=self._relay, args=(self._placer.stdout,), daemon=True)
+        self._relaying.start()
 
     def _relay(self, lines: IO[bytes]) -> None:
         """What the placer says about the actors, on to the front."""
@@ -178,8 +179,7 @@ class Launcher:
         self._end_placer()
 
     def _check_placer(self) -> None:
-        if self._placer is not None and self._placer.poll() is not None:
-            self._placer = None
+        if self._placer is not None and not (self._placer.poll() is None and self._relaying.is_alive()):
             raise Failed(f"the workers could not be placed:\n{self._state.tail('place')}")
 
     def _check_ray(self) -> None:

@@ -15,7 +15,7 @@ import select
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import ray
 from ray.util import list_named_actors
@@ -126,11 +126,24 @@ def _stdin_ended(timeout_s: float) -> bool:
     return bool(ready) and not sys.stdin.readline()
 
 
+def _claim_stdout() -> TextIO:
+    """Keep stdout for our lines alone: Ray's threads write to it too when actors die. They get stderr instead."""
+    mine = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return mine
+
+
+_replies: TextIO = sys.stdout
+
+
 def _say(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
+    _replies.write(json.dumps(line) + "\n")
+    _replies.flush()
 
 
 def main() -> None:
+    global _replies
+    _replies = _claim_stdout()
     request = json.loads(sys.stdin.readline())
     _connect(request)
     {"place": place, "stop": stop}[sys.argv[1]](request)

@@ -95,6 +95,17 @@ def test_a_worker_that_refuses_its_configuration_says_why_and_nothing_stays(tmp_
     assert not (tmp_path / "state" / "cluster.json").exists()
 
 
+def test_a_worker_that_keeps_dying_ends_the_start(tmp_path: Path) -> None:
+    code = "import os, sys\nif sys.orig_argv[-1] == 'worker':\n    print('no luck', flush=True)\n    os._exit(9)\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    flags = ["--model=oracle", f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0"]
+    done = run_pdserve("up", *flags, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert "keeps dying" in done.stderr
+    assert "no luck" in done.stderr
+    assert not (tmp_path / "state" / "cluster.json").exists()
+
+
 def test_an_unknown_model_is_refused_by_its_key(tmp_path: Path) -> None:
     done = run_pdserve("up", "--model=no-such-model", f"--state-dir={tmp_path}/state")
     assert done.returncode != 0
