@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from engine.kernels.attention import Block, block_rows, decode_attention, prefill_attention
 from engine.layers.linear import Linear
 from engine.models.llama import LlamaConfig
-from engine.models.registry import model_config
 from engine.plan import Row, SampleSpec, SamplingParams, StepPlan
 from engine.runner import TorchRunner, load_runner
 from runtime.config import Config
@@ -170,7 +169,7 @@ class Runners:
 
     def __init__(self, threads: int) -> None:
         files = ModelFiles.open("smollm2")
-        self.config = model_config(files.config)
+        self.config = LlamaConfig.from_hf(files.config)
         flags = {"model": "smollm2", "dtype": "bfloat16", "device": "cpu", "threads": threads}
         self.by_name: dict[str, TorchRunner] = {}
         for name, compiled in (("eager", False), ("compiled", True)):

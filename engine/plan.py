@@ -69,6 +69,8 @@ class Row:
     prompt_targets: for prompt log-probabilities, the token that follows each of `tokens` (its log-probability is
     wanted), empty when not asked for, and shorter than `tokens` where the prompt ends (its last token is followed by
     none); prompt_top: alternatives wanted for each.
+    checkpoints: (length, slot): the state after `length` tokens of the sequence is written to `slot` as well, in the
+    same forward. start < length <= start + len(tokens), a multiple of 16; models with a state only.
     """
 
     seq: int
@@ -79,10 +81,11 @@ class Row:
     samples: tuple[SampleSpec, ...] = ()
     prompt_targets: tuple[int, ...] = ()
     prompt_top: int = 0
+    checkpoints: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_decode(self) -> bool:
-        return len(self.tokens) == 1 and self.start > 0
+        return len(self.tokens) == 1 and self.start > 0 and not self.checkpoints
 
 
 @dataclass(frozen=True, slots=True)

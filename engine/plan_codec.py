@@ -22,7 +22,8 @@ def plan_from_bytes(data: bytes) -> StepPlan:
 
 def _row(raw: dict[str, Any]) -> Row:
     samples = tuple(_sample(sample) for sample in raw.pop("samples"))
-    return Row(samples=samples, **_tuples(raw))
+    checkpoints = tuple((length, slot) for length, slot in raw.pop("checkpoints"))
+    return Row(samples=samples, checkpoints=checkpoints, **_tuples(raw))
 
 
 def _sample(raw: dict[str, Any]) -> SampleSpec:

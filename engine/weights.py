@@ -35,6 +35,14 @@ class WeightSource(Protocol):
         """The parameter, on the CPU, in the checkpoint's type. Raises InvalidRequest if missing or misshapen."""
         ...
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a parameter of that name."""
+        ...
+
+    def shape(self, name: str) -> Shape | None:
+        """The parameter's shape as stored; None where it has none of its own (random weights) or is missing."""
+        ...
+
     def dtype(self) -> torch.dtype:
         """The type most of the checkpoint is in (what `dtype: auto` follows)."""
         ...
@@ -99,8 +107,14 @@ class SafetensorsWeights:
             raise _misshapen(name, tuple(value.shape), shape)
         return value
 
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> Shape | None:
+        return tuple(self._file(self._file_of[name]).get_slice(name).get_shape()) if self.has(name) else None
+
     def dtype(self) -> torch.dtype:
-        name = next(n for n in self._file_of if n.endswith("embed_tokens.weight"))
+        name = next(n for n in self._file_of if n.endswith(("embed_tokens.weight", "embeddings.weight")))
         value: torch.Tensor = self._file(self._file_of[name]).get_tensor(name)
         return value.dtype
 
@@ -181,6 +195,13 @@ class GgufWeights:
             raise Unsupported(f"GGUF type {kind.name} of {tensor.name} is not supported", field="model") from exc
         return np.array(values, dtype=np.float32).reshape(tensor.shape[::-1])
 
+    def has(self, name: str) -> bool:
+        return self._name(name) in self._tensors
+
+    def shape(self, name: str) -> Shape | None:
+        tensor = self._tensors.get(self._name(name))
+        return None if tensor is None else tensor.shape[::-1]
+
     def dtype(self) -> torch.dtype:
         kind = self._tensors["token_embd.weight"].ggml_type
         return torch.float32 if kind == GGMLQuantizationType.F32 else torch.bfloat16
@@ -197,7 +218,8 @@ def _unpermute(w: Floats, heads: int) -> Floats:
 
 
 class RandomWeights:
-    """Normal with standard deviation 0.1 (norm weights: around 1), a function of (seed, name) alone.
+    """Normal with standard deviation 0.1 (norm weights: around 1; decay rates of a state: around e^-2, so that it
+    remembers as trained ones do), a function of (seed, name) alone. Has every name.
 
     0.1 on purpose: such a model reacts to nearly any fault in its cache, where small trained ones hide most.
     """
@@ -209,7 +231,15 @@ class RandomWeights:
         # the CPU generator looks at the low 32 bits of its seed only
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
         value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 0.1
+        if name.endswith("A_log"):
+            return value - 2.0
         return value + 1.0 if name.endswith("norm.weight") else value
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def shape(self, name: str) -> Shape | None:
+        return None
 
     def dtype(self) -> torch.dtype:
         return torch.float32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,56 +30,29 @@ class Model(Protocol):
         ...
 
 
-class ModelConfig(Protocol):
-    """max_len: the longest sequence the model is right for."""
+ModelConfig = LlamaConfig | KimiLinearConfig
 
-    @property
-    def max_len(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    read: Callable[[Mapping[str, Any]], Any]
-    make: Callable[..., Model]
-
-
-_LLAMA = _Family(LlamaConfig.from_hf, LlamaModel)
-_KIMI_LINEAR = _Family(KimiLinearConfig.from_hf, KimiLinearModel)
-
-_FAMILIES: dict[str, _Family] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "kimi_linear": _KIMI_LINEAR,
+_READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
+    "llama": LlamaConfig.from_hf,
+    "mistral": LlamaConfig.from_hf,
+    "qwen2": LlamaConfig.from_hf,
+    "qwen3": LlamaConfig.from_hf,
+    "kimi_linear": KimiLinearConfig.from_hf,
 }
 
-SUPPORTED = tuple(sorted(_FAMILIES))
+SUPPORTED = tuple(sorted(_READERS))
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A config that was read, and the family that computes it."""
-
-    family: _Family
-    config: Any
-
-    @property
-    def max_len(self) -> int:
-        return int(self.config.max_len)
-
-
-def model_config(config: Mapping[str, Any]) -> Described:
+def model_config(config: Mapping[str, Any]) -> ModelConfig:
     """Read a Hugging Face style config. Raises Unsupported naming the model type and what is supported."""
     kind = str(config.get("model_type", ""))
-    family = _FAMILIES.get(kind)
-    if family is None:
+    if kind not in _READERS:
         raise Unsupported(f"model type {kind!r} is not supported (known: {', '.join(SUPPORTED)})", field="model")
-    return Described(family, family.read(config))
+    return _READERS[kind](config)
 
 
 def build(
-    described: Described,
+    config: ModelConfig,
     source: WeightSource,
     dtype: torch.dtype,
     device: torch.device,
@@ -90,7 +62,8 @@ def build(
     compiled: bool,
 ) -> Model:
     """Load the weights. Raises Unsupported when `compiled` is asked of a model that has no compiled step."""
-    if compiled and described.family is not _LLAMA:
+    if isinstance(config, LlamaConfig):
+        return LlamaModel(config, source, dtype, device, max_len, progress, compiled=compiled)
+    if compiled:
         raise Unsupported("compile is for models of the Llama family", field="compile")
-    options = {"compiled": True} if compiled else {}
-    return described.family.make(described.config, source, dtype, device, max_len, progress, **options)
+    return KimiLinearModel(config, source, dtype, device, max_len, progress)

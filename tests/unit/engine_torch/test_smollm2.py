@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.models.llama import parameter_shapes
-from engine.models.registry import model_config
+from engine.models import llama
 from engine.plan import Row, SampleSpec, SamplingParams, StepPlan
 from engine.runner import TorchRunner, load_runner
 from engine.weights import open_weights
@@ -46,7 +45,7 @@ def theirs() -> Any:
     model: Any = factory.from_config(LlamaConfig(**f.config), dtype=torch.float32).eval()
     named = dict(model.named_parameters())
     with torch.no_grad():
-        for name, shape in parameter_shapes(model_config(f.config)).items():
+        for name, shape in llama.parameter_shapes(llama.LlamaConfig.from_hf(f.config)).items():
             named[name].copy_(source.get(name, shape))
     return model
 

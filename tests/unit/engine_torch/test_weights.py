@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.models.llama import parameter_shapes
-from engine.models.registry import model_config
+from engine.models.llama import LlamaConfig, parameter_shapes
 from engine.runner import RunnerOptions, TorchRunner
 from engine.weights import GgufWeights, RandomWeights, SafetensorsWeights, WeightSource, open_weights
 from runtime.errors import InvalidRequest
@@ -22,7 +21,7 @@ from tests.unit.engine_torch.families import Request, config_of, generate, pages
 
 def parameters(family: str) -> dict[str, torch.Tensor]:
     source = RandomWeights(0)
-    return {n: source.get(n, s) for n, s in parameter_shapes(model_config(config_of(family))).items()}
+    return {n: source.get(n, s) for n, s in parameter_shapes(LlamaConfig.from_hf(config_of(family))).items()}
 
 
 def scores_of(family: str, source: WeightSource, dtype: str = "auto") -> Any:

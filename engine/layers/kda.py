@@ -1,0 +1,94 @@
+"""Kimi Delta Attention (arXiv 2510.26692): a delta-rule state whose decay is a vector, one rate per key channel.
+
+q, k, v = silu(conv(Wq x)), silu(conv(Wk x)), silu(conv(Wv x));  q, k normalised to length 1, q scaled by K^-1/2
+beta = sigmoid(Wb x);  r = Wf2 Wf1 x
+g = -exp(A_log) softplus(r + dt_bias)  (Kimi-Linear)  or  lower_bound sigmoid(exp(A_log) (r + dt_bias))  (Kimi K3)
+S <- S diag(e^g);  u = beta (v - S k);  S <- S + u k^T;  o = S q
+out = Wo (rms_norm(o) * sigmoid(gate));  gate = Wg2 Wg1 x, or one full-rank matrix (Kimi K3)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.gates import bounded_gate, softplus_gate
+from engine.kernels.norms import gated_rms_norm
+from engine.layers.batch import StepBatch
+from engine.layers.linear import Linear
+from engine.layers.params import Params
+from engine.layers.state import ConvPart, LayerState, LinearSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KdaConfig:
+    """lower_bound: of the decay's logarithm (Kimi K3), None = the softplus gate, which has none. full_rank_gate: the
+    output gate is one matrix."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    width: int
+    eps: float
+    lower_bound: float | None = None
+    full_rank_gate: bool = False
+
+    def spec(self, layers: int, dtype: torch.dtype) -> LinearSpec:
+        convs = tuple(ConvPart(name, self.heads, self.head_dim) for name in "qkv")
+        return LinearSpec("kda", layers, self.heads, self.head_dim, self.head_dim, convs, self.width, dtype)
+
+
+class Kda:
+    def __init__(self, config: KdaConfig, params: Params) -> None:
+        """params: named relative to the layer's self_attn."""
+        c = config
+        size = c.heads * c.head_dim
+        self._config = config
+        self._qkv = Linear(params.cat([f"{n}_proj.weight" for n in "qkv"], [size] * 3, c.hidden))
+        self._convs = _convolutions(params, size, c.width)
+        names = ["forget_gate.f_a_proj.weight", "b_proj.weight", "g_a_proj.weight"]
+        self._low_widths = [c.head_dim, c.heads] if c.full_rank_gate else [c.head_dim, c.heads, c.head_dim]
+        self._low = Linear(params.cat(names[: len(self._low_widths)], self._low_widths, c.hidden))
+        self._forget = Linear(params.get("forget_gate.f_b_proj.weight", size, c.head_dim))
+        gate = ("g_proj.weight", c.hidden) if c.full_rank_gate else ("g_b_proj.weight", c.head_dim)
+        bias = params.get("g_b_proj.bias", size) if params.stored("g_b_proj.bias") else None
+        self._gate = Linear(params.get(gate[0], size, gate[1]), bias)
+        self._a_log = params.fp32("forget_gate.A_log", c.heads)
+        self._dt_bias = params.fp32("forget_gate.dt_bias", size).view(c.heads, c.head_dim)
+        self._norm = params.get("o_norm.weight", c.head_dim)
+        self._out = Linear(params.get("o_proj.weight", c.hidden, size))
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch, state: LayerState) -> torch.Tensor:
+        """x [T, hidden] normed input -> residual + output."""
+        return self._out.add_to(residual, self.mixed(x, step, state))
+
+    def mixed(self, x: torch.Tensor, step: StepBatch, state: LayerState) -> torch.Tensor:
+        """The layer without its output projection: [T, heads * head_dim]."""
+        c = self._config
+        assert step.linear is not None
+        q, k, v = (
+            step.linear.conv(part, weight, None, window).view(len(x), c.heads, c.head_dim)
+            for part, weight, window in zip(self._qkv(x).chunk(3, -1), self._convs, state.convs, strict=True)
+        )
+        forget, beta, *gate = torch.split(self._low(x), self._low_widths, -1)
+        o = step.linear.delta(
+            q, k, v, self._decay(forget), beta.float().sigmoid(), state.recurrent, scale=c.head_dim**-0.5, l2norm=True
+        )
+        opened = self._gate(x if c.full_rank_gate else gate[0].contiguous()).view_as(o)
+        return gated_rms_norm(o, opened, self._norm, c.eps, activation="sigmoid").flatten(1)
+
+    def _decay(self, low: torch.Tensor) -> torch.Tensor:
+        """log decay [T, heads, head_dim]."""
+        c = self._config
+        raw = self._forget(low.contiguous()).view(-1, c.heads, c.head_dim)
+        if c.lower_bound is None:
+            return softplus_gate(raw, self._a_log, self._dt_bias)
+        return bounded_gate(raw, self._a_log, self._dt_bias, c.lower_bound)
+
+
+def _convolutions(params: Params, size: int, width: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v weights [size, width]: three parameters (original checkpoints), or one (transformers')."""
+    if params.has("conv1d.weight"):
+        return params.get("conv1d.weight", 3 * size, width).chunk(3)
+    return tuple(params.get(f"{n}_conv1d.weight", size, width) for n in "qkv")

@@ -1,0 +1,88 @@
+"""Feed-forward layers: a gated MLP, and a mixture of experts with shared ones beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.moe import Activation, experts_mlp, route_sigmoid
+from engine.layers.batch import StepBatch
+from engine.layers.linear import Linear
+from engine.layers.params import Params
+
+SILU = Activation()
+
+
+class GatedMlp:
+    """down(act(gate x) * up x)."""
+
+    def __init__(self, hidden: int, inner: int, params: Params, activation: Activation = SILU) -> None:
+        self._gate_up = Linear(params.cat(["gate_proj.weight", "up_proj.weight"], [inner, inner], hidden))
+        self._down = Linear(params.get("down_proj.weight", hidden, inner))
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
+        """x [T, hidden] normed input -> residual + output."""
+        return self._down.add_to(residual, self._activation(self._gate_up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """groups, kept_groups: experts compete within the best groups only. shared: width of the shared ones, 0 = none."""
+
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    shared: int = 0
+    groups: int = 1
+    kept_groups: int = 1
+    renormalise: bool = True
+    scaling: float = 1.0
+    activation: Activation = SILU
+
+
+class SigmoidMoe:
+    """Sigmoid routing with a correction of the choice (Kimi, DeepSeek), shared experts added unweighted."""
+
+    def __init__(self, config: MoeConfig, params: Params) -> None:
+        c = config
+        self._config = config
+        self._router = Linear(params.fp32("gate.weight", c.experts, c.hidden))
+        self._bias = params.fp32("gate.e_score_correction_bias", c.experts)
+        self._up, self._down = expert_weights(params, c.experts, c.hidden, c.inner)
+        self._shared = None
+        if c.shared:
+            self._shared = GatedMlp(c.hidden, c.shared, params.under("shared_experts."), c.activation)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
+        """x [T, hidden] normed input -> residual + output."""
+        c = self._config
+        weights, experts = route_sigmoid(
+            self._router(x.float()),
+            self._bias,
+            c.top_k,
+            groups=c.groups,
+            kept_groups=c.kept_groups,
+            renormalise=c.renormalise,
+            scaling=c.scaling,
+        )
+        routed = experts_mlp(x, weights, experts, self._up, self._down, c.activation, min_rows=step.min_rows)
+        return residual + routed if self._shared is None else self._shared(x, residual + routed, step)
+
+
+def expert_weights(params: Params, experts: int, hidden: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """up [E, 2 I, hidden] (gate rows, then up rows) and down [E, hidden, I]: stacked (transformers' names), or one
+    parameter each of w1 (gate), w3 (up) and w2 (down), or gate_proj, up_proj and down_proj."""
+    if params.has("experts.gate_up_proj"):
+        up = params.get("experts.gate_up_proj", experts, 2 * inner, hidden)
+        return up, params.get("experts.down_proj", experts, hidden, inner)
+    names = ("w1", "w3", "w2") if params.has("experts.0.w1.weight") else ("gate_proj", "up_proj", "down_proj")
+    ups = torch.empty(experts, 2 * inner, hidden, dtype=params.dtype, device=params.device)
+    downs = torch.empty(experts, hidden, inner, dtype=params.dtype, device=params.device)
+    for e in range(experts):
+        ups[e, :inner] = params.get(f"experts.{e}.{names[0]}.weight", inner, hidden)
+        ups[e, inner:] = params.get(f"experts.{e}.{names[1]}.weight", inner, hidden)
+        downs[e] = params.get(f"experts.{e}.{names[2]}.weight", hidden, inner)
+    return ups, downs
