@@ -6,6 +6,7 @@ back). The ledger writes the account; policies only read. Nothing here does I/O 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -54,6 +55,8 @@ class WorkerView:
     held_slots: int = 0
     flows: int = 0  # transfers out of or into this worker now
     served: int = 0  # requests ever sent here
+    mixed_s: float = 0.0  # seconds of prefill booked beside decoding, decaying; as of `mixed_at`
+    mixed_at: float = 0.0
 
     def queue_s(self, now: float) -> float:
         """Predicted seconds until everything accepted here is prefilled. The one that runs counts less as it ages,
@@ -63,6 +66,17 @@ class WorkerView:
         total = sum(work.seconds for work in self.work.values())
         head = next(iter(self.work.values())).seconds
         return total - head + max(head - (now - self.head_since), 0.1 * head)
+
+    def mixed_share(self, now: float, window_s: float) -> float:
+        """Share of the last `window_s` spent on prompts beside decoding."""
+        if not self.mixed_s:
+            return 0.0
+        return self.mixed_s * math.exp((self.mixed_at - now) / window_s) / window_s
+
+    def mix(self, seconds: float, now: float, window_s: float = 5.0) -> None:
+        """Book `seconds` of prefill on a decode worker."""
+        self.mixed_s = self.mixed_share(now, window_s) * window_s + seconds
+        self.mixed_at = now
 
     def room_tokens(self) -> int:
         """Tokens that can still be reserved."""

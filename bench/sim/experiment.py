@@ -1,0 +1,152 @@
+"""One trace, one fleet, several policies at one load; and the capacity that load is a share of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.sim import trace as traces
+from bench.sim.metrics import summary
+from bench.sim.profile import Profile
+from bench.sim.world import Fleet, Outcome, World
+from router.cost import CostConfig, Predicted
+from router.peers import Dynamo, Sgl
+from router.policies import LeastLoad, Policy, PowerOfTwo, RoundRobin, SessionAffinity
+from router.speeds import Speeds
+from runtime.errors import InvalidRequest
+
+VERSION = 1
+"""Of the simulation: capacities found by another version are not used."""
+
+GOOD_ENOUGH = 0.9
+PRECISION = 0.02
+
+Progress = Callable[[str, float], None]
+"""What is being done, and how far it is (0..1)."""
+
+POLICIES: dict[str, Callable[[Speeds, int], Policy]] = {
+    "round_robin": lambda speeds, seed: RoundRobin(),
+    "least_load": lambda speeds, seed: LeastLoad(),
+    "power_of_two": lambda speeds, seed: PowerOfTwo(seed),
+    "session_affinity": lambda speeds, seed: SessionAffinity(),
+    "dynamo": lambda speeds, seed: Dynamo(seed),
+    "sgl": lambda speeds, seed: Sgl(seed),
+    "predicted": lambda speeds, seed: Predicted(speeds, CostConfig()),
+}
+RESERVING = ("predicted",)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is measured on. requests: the first so many of the trace."""
+
+    trace: str
+    profile: str
+    prefill: int
+    decode: int
+    requests: int
+    seed: int
+    unit_tokens: int = 256
+
+
+class Experiment:
+    """Loads the trace once; runs are independent of each other and repeatable."""
+
+    def __init__(self, setting: Setting) -> None:
+        if setting.prefill < 1 or setting.decode < 1 or setting.requests < 1:
+            raise InvalidRequest("prefill, decode and requests are at least 1", field="prefill")
+        self.setting = setting
+        self.profile = Profile.load(setting.profile)
+        self.entries = traces.load(setting.trace, setting.requests)
+        book = traces.KeyBook(setting.unit_tokens)
+        self._keys = [book.of(entry) for entry in self.entries]
+
+    @property
+    def native_rate(self) -> float:
+        """Requests per second of the trace as it was recorded."""
+        return len(self.entries) / max(self.entries[-1].at, 1e-9)
+
+    def run(self, policy: str, rate: float) -> tuple[list[Outcome], World]:
+        """At `rate` requests per second. Raises InvalidRequest for a policy that is not known."""
+        if policy not in POLICIES:
+            raise InvalidRequest(f"there is no policy {policy}", field="policies", limit=", ".join(POLICIES))
+        setting, speeds = self.setting, Speeds()
+        world = World(
+            self.profile,
+            Fleet(setting.prefill, setting.decode, seed=setting.seed, unit_tokens=setting.unit_tokens),
+            POLICIES[policy](speeds, setting.seed),
+            speeds,
+            reserving=policy in RESERVING,
+        )
+        return world.run(self.entries, self._keys, rate / self.native_rate), world
+
+    def measure(self, policy: str, rate: float) -> dict[str, Any]:
+        return summary(*self.run(policy, rate))
+
+    def goodput(self, rate: float) -> float:
+        outcomes, _ = self.run("least_load", rate)
+        return sum(outcome.good for outcome in outcomes) / len(outcomes)
+
+    # --- capacity -----------------------------------------------------------------------------------------------
+
+    def capacity(self, cache: Path | None, progress: Progress) -> float:
+        """The highest rate at which least_load keeps goodput at 0.9, by bisection to 2 %."""
+        file = cache / f"capacity-{self._key()}.json" if cache is not None else None
+        known = _read(file)
+        if known is not None:
+            return known
+        found = self._bisect(progress)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            content = {"requests_per_s": found, **asdict(self.setting), "version": VERSION}
+            temporary = file.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(content), encoding="utf-8")
+            temporary.replace(file)
+        return found
+
+    def _bisect(self, progress: Progress) -> float:
+        low, high = 0.0, self._guess()
+        tried = 0
+        while self._good(high, tried, progress):
+            low, high, tried = high, 2 * high, tried + 1
+        while low == 0.0 or high / low > 1 + PRECISION:
+            middle = (low * high) ** 0.5 if low else high / 2
+            tried += 1
+            if self._good(middle, tried, progress):
+                low = middle
+            else:
+                high = middle
+            if high < 1e-6:
+                raise InvalidRequest("this fleet serves nothing within the objective", field="prefill")
+        return low
+
+    def _good(self, rate: float, tried: int, progress: Progress) -> bool:
+        progress(f"capacity: {rate:.2f} requests/s", min(tried / 9, 0.95))
+        return self.goodput(rate) >= GOOD_ENOUGH
+
+    def _guess(self) -> float:
+        """What the prefill workers could compute if nothing were cached and nobody waited."""
+        total = sum(self.profile.prefill_s(0, entry.prompt_tokens) for entry in self.entries)
+        return self.setting.prefill / (total / len(self.entries))
+
+    def _key(self) -> str:
+        parts = [VERSION, asdict(self.setting)]
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+        digest.update(Path(self.setting.trace).read_bytes())
+        digest.update(repr(self.profile).encode())
+        return digest.hexdigest()[:24]
+
+
+def _read(file: Path | None) -> float | None:
+    if file is None:
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return float(content["requests_per_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

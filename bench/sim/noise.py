@@ -1,0 +1,54 @@
+"""Noise of a worker's steps, drawn once and walked through, so that a long run of steps costs one subtraction."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench.sim.profile import NoiseTerms
+
+LENGTH = 1 << 16
+
+
+class Tape:
+    """Factors of consecutive steps and their running sums. One per simulation, shared by its workers, each of which
+    reads from places of its own.
+
+    factors[i]; plain[i] = sum of factors[:i]; ramp[i] = sum of j * factors[j] for j < i.
+    """
+
+    def __init__(self, terms: NoiseTerms, seed: int) -> None:
+        rng = np.random.default_rng([seed, 0x7A9E])
+        drawn = np.exp(rng.normal(0.0, terms.lognormal_sigma, LENGTH))
+        drawn[rng.random(LENGTH) < terms.stall_probability] *= terms.stall_factor
+        self.factors: list[float] = drawn.tolist()
+        self.plain: list[float] = [0.0, *np.cumsum(drawn).tolist()]
+        self.ramp: list[float] = [0.0, *np.cumsum(drawn * np.arange(LENGTH)).tolist()]
+
+
+class Reader:
+    """One worker's place on the tape."""
+
+    def __init__(self, tape: Tape, seed: int) -> None:
+        self._tape = tape
+        self._rng = np.random.default_rng([seed, 0x5EED])
+        self._at = int(self._rng.integers(LENGTH))
+
+    def next(self) -> float:
+        """The factor of one step."""
+        self._at = (self._at + 1) % LENGTH
+        return self._tape.factors[self._at]
+
+    def run(self, steps: int) -> int:
+        """A place from which `steps` consecutive factors can be read; they are used up. steps <= LENGTH / 2."""
+        if self._at + steps > LENGTH:
+            self._at = int(self._rng.integers(LENGTH // 4))
+        return self._at
+
+    def used(self, steps: int) -> None:
+        self._at += steps
+
+    def seconds(self, start: int, steps: int, base: float, slope: float) -> float:
+        """Sum over i < steps of (base + slope * i) * factor[start + i]."""
+        plain = self._tape.plain[start + steps] - self._tape.plain[start]
+        ramp = self._tape.ramp[start + steps] - self._tape.ramp[start] - start * plain
+        return base * plain + slope * ramp

@@ -1,0 +1,190 @@
+"""Timing profiles: what one kind of worker costs, in seconds, bytes and tokens. Read strictly: a term nobody uses, or
+one that is missing, is refused, since a profile that is half understood simulates something else.
+
+Only the simulator reads them; what predicts must learn from reports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from runtime.errors import InvalidRequest
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """kind: "dense" or "hybrid". checkpoint_interval: tokens between states a prefill leaves behind (hybrid)."""
+
+    kind: str
+    layers: int
+    kv_bytes_per_token: float
+    state_bytes: float
+    checkpoint_interval: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """disk_kv_tokens: not given by the shipped profiles; 0 = four times host memory."""
+
+    kv_tokens: int
+    state_slots: int
+    host_kv_tokens: int
+    max_batch: int
+    host_state_slots: int = 0
+    disk_kv_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """fixed_s a prompt, per_token_s an uncached token, per_token_context_s for each of its context, per_chunk_s."""
+
+    fixed_s: float
+    per_token_s: float
+    per_token_context_s: float
+    chunk_tokens: int
+    per_chunk_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    fixed_s: float
+    per_request_s: float
+    per_context_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    decode_slowdown_per_prefill_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """shared_nic_workers: so many workers hang on one NIC of this bandwidth."""
+
+    setup_s: float
+    bandwidth_Bps: float  # noqa: N815  the profile's key
+    shared_nic_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    host_Bps: float  # noqa: N815  the profile's key
+    disk_Bps: float  # noqa: N815  the profile's key
+    setup_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseTerms:
+    """Every step: times exp(N(0, sigma)), and with stall_probability times stall_factor. clock_drift_ppm: how far a
+    worker's clock, by which it reports, runs fast or slow."""
+
+    lognormal_sigma: float
+    stall_probability: float
+    stall_factor: float
+    clock_drift_ppm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heterogeneity:
+    speed_sigma: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    name: str
+    model: Model
+    pool: Pool
+    prefill: Prefill
+    decode: Decode
+    mixed: Mixed
+    transfer: Transfer
+    tiers: Tiers
+    noise: NoiseTerms
+    heterogeneity: Heterogeneity
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """From a YAML file, or the name of a shipped one ("sim-h100-8b"). Raises InvalidRequest (field "sim")."""
+        file = find(path)
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+            raise _bad(f"the profile {path} cannot be read") from exc
+        return Profile.parse(file.stem, content)
+
+    @staticmethod
+    def parse(name: str, content: Any) -> Profile:
+        """Raises InvalidRequest."""
+        if not isinstance(content, dict) or set(content) != set(_SECTIONS):
+            raise _bad(f"a profile has exactly the sections {', '.join(_SECTIONS)}")
+        sections = {key: _section(kind, key, content[key]) for key, kind in _SECTIONS.items()}
+        profile = Profile(name, **sections)
+        if profile.model.kind not in ("dense", "hybrid"):
+            raise _bad("model.kind is dense or hybrid")
+        if profile.model.kind == "hybrid" and not (profile.model.checkpoint_interval and profile.pool.state_slots):
+            raise _bad("a hybrid model needs model.checkpoint_interval and pool.state_slots")
+        return profile
+
+    def prefill_s(self, start: int, tokens: int) -> float:
+        """One chunk: `tokens` from position `start` on, without the prompt's fixed part, noise or speed."""
+        terms = self.prefill
+        context = start + 0.5 * tokens
+        return terms.per_chunk_s + tokens * (terms.per_token_s + terms.per_token_context_s * context)
+
+    def step_s(self, batch: int, context: float) -> float:
+        """One decode step of `batch` requests with `context` tokens in all."""
+        terms = self.decode
+        return terms.fixed_s + terms.per_request_s * batch + terms.per_context_token_s * context
+
+
+_SECTIONS: dict[str, type[Any]] = {
+    "model": Model,
+    "pool": Pool,
+    "prefill": Prefill,
+    "decode": Decode,
+    "mixed": Mixed,
+    "transfer": Transfer,
+    "tiers": Tiers,
+    "noise": NoiseTerms,
+    "heterogeneity": Heterogeneity,
+}
+_DATA = Path(__file__).parent.parent / "data"
+
+
+def find(path: str | Path) -> Path:
+    """The file itself, or the shipped one of that name."""
+    for candidate in (Path(path), _DATA / f"{path}.yaml", _DATA / Path(path).name):
+        if candidate.is_file():
+            return candidate
+    raise _bad(f"there is no profile {path}")
+
+
+def _section(kind: type[_T], key: str, values: Any) -> _T:
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    required = {name for name, field in known.items() if field.default is MISSING}
+    if not isinstance(values, dict) or not required <= set(values) <= set(known):
+        raise _bad(f"{key} needs {', '.join(sorted(required))} and knows {', '.join(known)}")
+    return kind(**{name: _typed(f"{key}.{name}", known[name].type, value) for name, value in values.items()})
+
+
+def _typed(name: str, kind: Any, value: Any) -> Any:
+    """YAML 1.1 reads 3.8e10, without a sign, as text: numbers are taken from text, too."""
+    if kind == "str":
+        return str(value)
+    try:
+        number = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError) as exc:
+        raise _bad(f"{name} is not a number: {value!r}") from exc
+    if not 0 <= number < float("inf"):
+        raise _bad(f"{name} must be finite and not negative, not {value!r}")
+    return int(number) if kind == "int" else number
+
+
+def _bad(message: str) -> InvalidRequest:
+    return InvalidRequest(message, field="sim")

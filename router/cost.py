@@ -1,0 +1,225 @@
+"""Our cost: predicted seconds, and the policy that takes the cheapest way.
+
+Three kinds of ways are compared in the same unit: a pair (prefill on P, hand over to D), prefill on D itself (short or
+mostly cached prompts, or when the prefill queues are long and D's step time allows), and waiting in the router's own
+queue when every worker is busy for longer than `hold_s`, so that a later decision can be a better one.
+
+    TTFT  = queue + load (from lower tiers) + prefill(uncached, cached)        the hand-off only delays token two
+    later = max(0, transfer - overlap with the prefill's chunks) + wait for room on D
+    cost  = TTFT + misses + work_weight * prefill + later_weight * (later + output * TPOT) + what it does to others
+
+Work has a price beyond the request's own time, because it delays whoever comes next: that is what `work_weight` says,
+and why a warm worker wins over an equally early cold one. A prefill on D holds up everybody who decodes there, and may
+not push them over their TPOT objective. Deadline misses dominate. Near-ties go to the worker used less.
+
+Seconds come from `speeds`, which learns them from reports; room and queues from the ledger; hits from the index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.policies import pairable
+from router.speeds import Speeds
+from router.view import Decision, Forecast, Nobody, Placement, RequestView, Wait, WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class CostConfig:
+    """work_weight: price of a second of prefill work beyond the request's own. later_weight: of a second after the
+    first token. disturb_weight: of a second during which somebody else's decoding stands still. miss_s: price of a
+    missed objective. margin: share of an objective that is planned with. tie: costs this close are equal (a share, and
+    at least tie_s). share_window_s: over which a decode worker's share of prefill is counted. chunk_tokens: tokens of
+    a prompt that become readable at once. hold_s: prefill queues longer than this make a request wait here, 0 = never.
+    """
+
+    work_weight: float = 0.6
+    later_weight: float = 0.05
+    disturb_weight: float = 0.005
+    miss_s: float = 20.0
+    margin: float = 0.8
+    tie: float = 0.02
+    tie_s: float = 0.001
+    share_window_s: float = 5.0
+    chunk_tokens: int = 4096
+    hold_s: float = 0.0
+    deflect: bool = True
+    finalists: int = 8
+
+
+@dataclass(slots=True)
+class _Start:
+    """The first token from this worker."""
+
+    worker: WorkerView
+    queue_s: float
+    load_s: float
+    prefill_s: float
+    cached: int
+    cost: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.load_s + self.prefill_s
+
+
+@dataclass(slots=True)
+class _Rest:
+    """The other tokens from this worker."""
+
+    worker: WorkerView
+    admit_s: float
+    step_s: float
+    tpot_s: float
+    cost: float
+
+
+class Predicted:
+    """The argmin over all ways. Keeps no state of its own."""
+
+    name = "predicted"
+
+    def __init__(self, speeds: Speeds, config: CostConfig | None = None) -> None:
+        self._speeds = speeds
+        self._config = config or CostConfig()
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView], now: float) -> Decision:
+        found = pairable(request, workers)
+        if isinstance(found, Nobody):
+            return found
+        prefills, decodes = found
+        rests = sorted((self._rest(request, worker, now) for worker in decodes), key=lambda rest: rest.cost)
+        able = {worker.worker_id for worker in prefills}
+        starts = sorted((self._start(request, worker, now) for worker in prefills), key=lambda start: start.cost)
+        options = self._pairs(request, starts, rests, now)
+        options += self._locals(request, rests, able, now)
+        if not options:
+            return Nobody("no_compatible_decode_worker")
+        best = self._pick(options, workers)
+        hold = self._config.hold_s
+        if hold and best.forecast.queue_s > hold:
+            return Wait(best.forecast.queue_s - hold, "workers_busy")
+        return best
+
+    # --- the halves ---------------------------------------------------------------------------------------------
+
+    def _start(self, request: RequestView, worker: WorkerView, now: float, step_s: float = 0.0) -> _Start:
+        hit = request.hit(worker)
+        coming = request.expected_hits.get(worker.bit)
+        cached = max(hit.resume, coming.resume if coming is not None else 0)
+        cached = min(cached, request.tokens - 1)
+        queue_s = worker.queue_s(now)
+        load_s = self._speeds.load_s(max(hit.resume - hit.device, 0) * worker.bytes_per_token)
+        prefill_s = self._speeds.prefill_s(worker.worker_id, request.tokens - cached, cached, step_s)
+        ttft = queue_s + load_s + prefill_s
+        cost = ttft + self._config.work_weight * (prefill_s + load_s)
+        cost += self._missed(request.waited_s + ttft, request.ttft_goal_s)
+        return _Start(worker, queue_s, load_s, prefill_s, cached, cost)
+
+    def _rest(self, request: RequestView, worker: WorkerView, now: float) -> _Rest:
+        step_s = self._speeds.step_s(worker.worker_id, worker.decoding + 1, worker.context_tokens + request.tokens)
+        tpot_s = step_s / (1.0 - min(worker.mixed_share(now, self._config.share_window_s), 0.9))
+        tpot_s += worker.queue_s(now) / max(request.expected_output, 32.0)
+        admit_s = self._admit_s(request, worker, tpot_s)
+        cost = self._config.later_weight * (admit_s + request.expected_output * tpot_s)
+        cost += self._missed(tpot_s + admit_s / max(request.expected_output, 1.0), request.tpot_goal_s)
+        return _Rest(worker, admit_s, step_s, tpot_s, cost)
+
+    def _admit_s(self, request: RequestView, worker: WorkerView, tpot_s: float) -> float:
+        """Until the pool holds prompt and answer: what is there ends at about one request's share per its remaining
+        steps. In-flight hand-offs hold their room already, so this is the bound on them."""
+        need = request.tokens + request.expected_output - worker.room_tokens()
+        if worker.max_batch and worker.decoding >= worker.max_batch:
+            need = max(need, worker.held_tokens / max(worker.decoding, 1))
+        if need <= 0:
+            return 0.0
+        freed_per_s = worker.held_tokens / max(request.expected_output * tpot_s, 1e-3)
+        return need / max(freed_per_s, 1.0)
+
+    # --- the ways -----------------------------------------------------------------------------------------------
+
+    def _pairs(self, request: RequestView, starts: list[_Start], rests: list[_Rest], now: float) -> list[Placement]:
+        """The best of each half with each other; what a hand-off costs is small beside what divides the halves."""
+        config = self._config
+        targets = rests[: config.finalists] + [
+            rest for rest in rests[config.finalists :] if request.hit(rest.worker).kv >= request.tokens // 2
+        ]
+        options = []
+        for start in starts[: config.finalists]:
+            partners = [r for r in targets if r.worker.group == start.worker.group] or [
+                rest for rest in rests if rest.worker.group == start.worker.group
+            ][: config.finalists]
+            for rest in partners:
+                if rest.worker is start.worker:
+                    continue
+                late_s = self._late_s(request, start, rest)
+                cost = start.cost + rest.cost + config.later_weight * late_s
+                options.append(self._placement(start, rest, late_s, cost))
+        return options
+
+    def _late_s(self, request: RequestView, start: _Start, rest: _Rest) -> float:
+        """What the hand-off adds after the first token: the transfer less what flies while chunks are computed, but
+        never less than the last chunk's flight."""
+        source, target = start.worker, rest.worker
+        missing = request.tokens - min(request.hit(target).kv, request.tokens)
+        size = missing * source.bytes_per_token + source.state_bytes
+        whole = self._speeds.transfer_s(source.worker_id, target.worker_id, size, source.flows + target.flows)
+        last = whole * min(1.0, self._config.chunk_tokens / max(missing, 1))
+        uncached = max(request.tokens - start.cached, 1)
+        overlap = start.prefill_s * max(0.0, 1.0 - self._config.chunk_tokens / uncached)
+        return max(whole - overlap, last)
+
+    def _locals(self, request: RequestView, rests: list[_Rest], able: set[str], now: float) -> list[Placement]:
+        """Prefill on the worker that decodes: no transfer, but whoever decodes there waits meanwhile."""
+        options = []
+        for rest in rests:
+            worker = rest.worker
+            if worker.worker_id not in able and not self._config.deflect:
+                continue
+            start = self._start(request, worker, now, rest.step_s if worker.decoding else 0.0)
+            cost = start.cost + rest.cost + self._disturbance(request, start, rest, now)
+            if rest.admit_s > 0:  # the prompt cannot even begin before there is room
+                cost += rest.admit_s
+            options.append(self._placement(start, rest, 0.0, cost))
+        return options
+
+    def _disturbance(self, request: RequestView, start: _Start, rest: _Rest, now: float) -> float:
+        config, worker = self._config, rest.worker
+        others = worker.decoding
+        if not others:
+            return 0.0
+        window = config.share_window_s
+        share = worker.mixed_share(now, window) + start.prefill_s / window
+        tpot_s = rest.step_s / (1.0 - min(share, 0.95))
+        missed = self._missed(tpot_s, request.tpot_goal_s)
+        return others * (config.disturb_weight * start.prefill_s + missed)
+
+    def _missed(self, seconds: float, goal_s: float) -> float:
+        """A step with a slope, so that among hopeless ways the least late one still wins. Rounded at the edge: what is
+        predicted close to the objective is missed now and then."""
+        if not goal_s:
+            return 0.0
+        over = seconds / (goal_s * self._config.margin) - 1.0
+        if over < -1.0 / 3.0:
+            return 0.0
+        return self._config.miss_s / (1.0 + math.exp(min(-20.0 * over, 50.0))) * (1.0 + max(over, 0.0))
+
+    # --- the pick -----------------------------------------------------------------------------------------------
+
+    def _pick(self, options: list[Placement], workers: Sequence[WorkerView]) -> Placement:
+        least = min(option.cost for option in options)
+        limit = least + max(self._config.tie * abs(least), self._config.tie_s)
+        tied = [option for option in options if option.cost <= limit]
+        if len(tied) == 1:
+            return tied[0]
+        served = {worker.worker_id: (worker.served, worker.bit) for worker in workers}
+        return min(tied, key=lambda o: (*served[o.prefill], *served[o.decode]))
+
+    @staticmethod
+    def _placement(start: _Start, rest: _Rest, late_s: float, cost: float) -> Placement:
+        forecast = Forecast(
+            start.queue_s, start.load_s, start.prefill_s, late_s, rest.admit_s, rest.tpot_s, start.cached
+        )
+        return Placement(start.worker.worker_id, rest.worker.worker_id, forecast, cost)
