@@ -39,6 +39,7 @@ class Leg:
     fence: int
     first_choice: int
     deadline: float
+    open: set[int] = field(default_factory=set)  # choices that may still say something
     token_count: int = 0
     assembly: Assembly | None = None
     ticket: prefill_pb2.TicketIssued | None = None

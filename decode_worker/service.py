@@ -129,6 +129,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def hello_of(self, command: decode_pb2.DecodeCommand) -> common_pb2.Hello | None:
         return command.hello if command.WhichOneof("command") == "hello" else None
 
+    def unpack(self, command: decode_pb2.DecodeCommand) -> Sequence[decode_pb2.DecodeCommand]:
+        return command.batch or (command,)
+
     def attached(self, session: _Session, hello: common_pb2.Hello, welcome: common_pb2.Welcome) -> None:
         wanted = {leg_key(r.ref, LEG): list(r.next_sequence) for r in hello.resume}
         events: list[decode_pb2.DecodeEvent] = []
@@ -155,7 +158,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             case "ticket":
                 self._ticket(leg_key(command.ticket.ref, LEG), command.ticket.ticket)
             case "cancel":
-                self._drop(leg_key(command.cancel.ref, LEG))
+                self._cancelled(command.cancel)
+            case "reserve":
+                self._reserve(session, command.reserve)
+            case "cancel_reservation":
+                self._worker.engine.cancel_reservation(command.cancel_reservation.reservation_id)
             case "ack":
                 leg = self._legs.get(leg_key(command.ack.ref, LEG))
                 if leg is not None:
@@ -183,6 +190,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             fence=submit.fence,
             first_choice=request.choice,
             deadline=self._worker.clock.monotonic() + request.remaining_ms / 1000,
+            open=set(range(request.n)) if request.n > 1 else {request.choice},
         )
         self._legs[key] = leg
         session.legs.add(key)
@@ -252,6 +260,27 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         elif leg.over_at is None and leg.pull is None:
             leg.ticket = ticket
             self._maybe_pull(leg)
+
+    def _reserve(self, session: _Session, request: common_pb2.ReserveRequest) -> None:
+        """The unary call's twin: every refusal is an answer here, an error would end the stream."""
+        try:
+            reply = reserve(self._worker, LEG, request)
+        except PdserveError as error:
+            reply = common_pb2.ReserveReply(refusal=error.detail())
+        batch = self._batch()
+        batch.add(session, decode_pb2.DecodeEvent(ref=request.ref, reserved=reply))
+        batch.flush()
+
+    def _cancelled(self, cancel: common_pb2.Cancel) -> None:
+        """The whole leg, or only choices whose end the router has seen by itself (a stop string)."""
+        key = leg_key(cancel.ref, LEG)
+        leg = self._legs.get(key)
+        if cancel.choices and leg is not None:
+            leg.open -= set(cancel.choices)
+            if leg.open:
+                self._worker.engine.end_choices(key, list(cancel.choices))
+                return
+        self._drop(key)
 
     def _drop(self, key: LegKey) -> None:
         error = Cancelled("cancelled by the router")
@@ -372,6 +401,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             tokens.times.CopyFrom(leg.final_times(event, self._worker.pid, self._worker.transport))
             leg.over_at = self._worker.clock.monotonic()
         self._say(leg, decode_pb2.DecodeEvent(tokens=tokens), batch)
+        if event.finish:
+            leg.open.discard(event.choice)
+            if not leg.open and leg.over_at is None:  # the router ended the others meanwhile: nothing more will come
+                self._stop(leg)
 
     # --- legs --------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from deploy import processes
 from deploy.fleet import Fleet
-from deploy.placement import NAMESPACE, check, child_env, settings_of
+from deploy.placement import NAMESPACE, check, child_env, secured, settings_of
 from deploy.state import ClusterRecord, StateDir
 from runtime.config import Config
 from runtime.errors import InvalidRequest, PdserveError
@@ -62,7 +62,7 @@ class Cluster:
 
     def __init__(self, config: Config, report: Report) -> None:
         check(config)
-        self._config, self._report = config, report
+        self._config, self._report = secured(config), report
         self._state = StateDir(config.state_dir)
         self._stack = contextlib.ExitStack()
         self._launcher: subprocess.Popen[bytes] | None = None

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import rpc
 from runtime.config import Config
+from runtime.registry.service import credentials
 
 CALL_TIMEOUT_S = 5.0
 
@@ -33,7 +34,9 @@ class Fleet:
     async def workers(self) -> Sequence[registry_pb2.WorkerRecord]:
         """Every registered worker, by name."""
         with rpc.translated():
-            reply = await self._registry.List(registry_pb2.ListRequest(), timeout=CALL_TIMEOUT_S)
+            reply = await self._registry.List(
+                registry_pb2.ListRequest(), timeout=CALL_TIMEOUT_S, metadata=credentials(self._config)
+            )
         return sorted(reply.workers, key=lambda record: record.worker_id)
 
     async def serving(self) -> bool:

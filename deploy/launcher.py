@@ -122,6 +122,7 @@ class Launcher:
                 workers=tuple(spec.name for spec in specs),
                 model=self._config.model,
                 detached=self._config.detach,
+                registry_token=self._config.registry_token,
             )
         )
 

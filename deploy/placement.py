@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,6 +67,23 @@ def _check_reachable(grpc_listen: str) -> None:
         raise InvalidRequest("workers elsewhere must be told an address they can reach", field="grpc_listen")
     if not port_of(grpc_listen, "grpc_listen"):
         raise InvalidRequest("workers outlive the router and look for its port: name one", field="grpc_listen")
+
+
+def secured(config: Config) -> Config:
+    """Where clients need a key or a certificate, workers need the registry's token: the one configured, else one made
+    from a secret of ours (so that the next `up` of the same cluster makes the same), else a random one.
+
+    Raises InvalidRequest when workers would outlive the only process that knows it."""
+    if config.registry or config.registry_token or not (config.api_keys_file or config.tls_cert):
+        return config
+    if config.tls_key or config.cache_salt_secret:
+        secret = Path(config.tls_key).read_bytes() if config.tls_key else config.cache_salt_secret.encode()
+        token = hmac.new(secret, b"pdserve registry token", "sha256").hexdigest()
+    elif config.address:
+        raise InvalidRequest("workers outlive this router: name the token they show", field="registry_token")
+    else:
+        token = secrets.token_urlsafe(32)
+    return config.model_copy(update={"registry_token": token})
 
 
 def plan(config: Config, registry: str, *, cores: int, gpus: int) -> list[WorkerSpec]:

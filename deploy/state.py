@@ -34,6 +34,7 @@ class ClusterRecord:
     workers: tuple[str, ...]
     model: str
     detached: bool
+    registry_token: str = ""
 
     @property
     def running(self) -> bool:
@@ -95,6 +96,7 @@ class StateDir:
         """Atomically, so that a reader never sees half of it."""
         temporary = self.folder / f".{RECORD}.{os.getpid()}"
         temporary.write_text(json.dumps(asdict(record), indent=1))
+        temporary.chmod(0o600)
         temporary.replace(self.folder / RECORD)
 
     def clear(self) -> None:

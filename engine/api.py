@@ -197,6 +197,12 @@ class EnginePort(Protocol):
         """Silent and idempotent: no event follows for this key."""
         ...
 
+    def end_choices(self, key: LegKey, choices: Sequence[int]) -> None:
+        """The receiver has all it wants of these choices: they stop, silently, and give back what is theirs alone; the
+        others go on. A choice that has not begun never will. Idempotent. When no choice is left the request is over
+        without an event, so cancel() is the last word then."""
+        ...
+
     def load(self) -> EngineLoad: ...
 
     def drain(self, on: bool) -> None:

@@ -170,6 +170,12 @@ class Engine:
                 request.silenced = True
                 self._post(lambda: self._scheduler.cancel(key))
 
+    def end_choices(self, key: LegKey, choices: Sequence[int]) -> None:
+        with self._wake:
+            if key in self._live:
+                unwanted = frozenset(choices)
+                self._post(lambda: self._scheduler.end_choices(key, unwanted))
+
     def load(self) -> EngineLoad:
         free = self._ledger.free()
         return EngineLoad(

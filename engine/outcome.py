@@ -76,6 +76,8 @@ class Outcome:
         self._fan_out(lead, sampled, now, emit=False)
         over = all(s.finish for s in sampled)
         for s, given in zip(sampled, firsts, strict=True):
+            if s.choice in request.unwanted:
+                continue
             last = over and s is sampled[-1]
             # A choice that ended where it was sampled has had its last event there; one that only ends here has not.
             if s.finish and (last or not given.finish):
@@ -102,7 +104,8 @@ class Outcome:
 
     def _fan_out(self, lead: Sequence, sampled: Seq[_Sampled], now: float, emit: bool) -> None:
         """Every choice gets its first token. The first one that goes on keeps the prompt's own partial page."""
-        going = [s for s in sampled if not s.finish]
+        request = lead.request
+        going = [s for s in sampled if not s.finish and s.choice not in request.unwanted]
         heirs = {s.choice: lead if s is going[0] else self._fork(lead, s.choice) for s in going}
         self._memory.drop_spares(lead)
         lead.fanout = 1
@@ -113,8 +116,9 @@ class Outcome:
             self._close(lead)
         if not emit:
             return
-        request = lead.request
         for s in sampled:
+            if s.choice in request.unwanted:
+                continue
             last = not going and s is sampled[-1]
             number = request.first_sequence
             event = self._tokens(request, s.choice, number, (s.token,), (s.logprob,), s.finish, last, now)

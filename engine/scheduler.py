@@ -116,6 +116,18 @@ class Scheduler:
         if request is not None:
             self._end(request)
 
+    def end_choices(self, key: LegKey, choices: frozenset[int]) -> None:
+        """Nobody wants more of these choices. Before the first token there is one run for all of them: it goes on."""
+        request = self._requests.get(key)
+        if request is None:
+            return
+        request.unwanted |= choices
+        for seq in request.sequences:
+            begun = seq.fanout == 1 and len(seq.tokens) > len(request.spec.tokens)
+            if begun and seq.choice in choices:
+                self._drop(seq)
+        self._sweep()
+
     def fail(self, request: Request, error: PdserveError) -> None:
         """End a request with its one terminal event."""
         if not request.over:
@@ -327,17 +339,21 @@ class Scheduler:
         """Take a request out, whatever its sequences are doing."""
         request.over = True
         del self._requests[request.spec.key]
-        busy = {seq.id for seq, _ in self._in_flight.values()} | {seq.id for seq, _, _ in self._copying}
         for seq in request.sequences:
-            if seq.phase is Phase.WAITING:
-                self._waiting.remove(seq)
-                self.memory.ledger.unwait(request.spec.key, seq.booked)
-            if seq.id in busy:
-                self._doomed.append(seq)
-            elif seq.phase is not Phase.DONE:
-                self.memory.release(seq)
-            seq.phase = Phase.DONE
+            self._drop(seq)
         self._sweep()
+
+    def _drop(self, seq: Sequence) -> None:
+        """Take one choice out. What a step in flight uses of it is given back when the step lands."""
+        if seq.phase is Phase.WAITING:
+            self._waiting.remove(seq)
+            self.memory.ledger.unwait(seq.request.spec.key, seq.booked)
+        in_flight = seq.id in self._in_flight or any(other is seq for other, _, _ in self._copying)
+        if in_flight:
+            self._doomed.append(seq)
+        elif seq.phase is not Phase.DONE:
+            self.memory.release(seq)
+        seq.phase = Phase.DONE
 
     def _sweep(self) -> None:
         """After any change: the running list is what runs, over is what has no open choice, the ledger knows both."""

@@ -43,6 +43,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     over: bool = False
     silenced: bool = False  # cancelled: nothing more is delivered, whatever is under way
+    unwanted: frozenset[int] = frozenset()  # choices the receiver has seen the end of
     scored: int = 0  # prompt positions whose log-probabilities are out
     admitted: float = -1.0
     prefilled: float = -1.0

@@ -20,6 +20,7 @@ from deploy.supervisor import EXIT_REFUSED
 from pdserve.client import AsyncClient
 from pdserve.progress import ProgressView
 from pdserve.results import Completed, Delta, Event, Ledger, Usage
+from pdserve.status import with_token
 from pdserve.up import Stopped, until_signal
 from protos.v1 import worker_pb2
 from runtime.config import Config
@@ -119,7 +120,7 @@ async def _run(config: Config, ask: str, as_json: bool, console: Console) -> int
     try:
         with view:
             endpoints = await cluster.start()
-        prefill, decode = await _workers(endpoints, config)
+        prefill, decode = await _workers(endpoints, with_token(config, ""))
         if not as_json:
             console.print(f"\n[bold]{ask}[/bold]", highlight=False)
         answer = await _ask(endpoints.grpc, config, ask, quiet=as_json)

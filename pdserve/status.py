@@ -29,10 +29,16 @@ def router_address(config: Config, given: str) -> str:
     return record.grpc
 
 
+def with_token(config: Config, given: str) -> Config:
+    """The registry token of the cluster started here, which `up` has made up, unless one is configured."""
+    record = StateDir(config.state_dir).read() if not given and not config.registry_token else None
+    return config.model_copy(update={"registry_token": record.registry_token}) if record is not None else config
+
+
 async def run(config: Config, router: str, as_json: bool) -> None:
     """Print the table, or a JSON object with the same. Raises the tree of runtime.errors."""
     address = router_address(config, router)
-    async with Fleet(address, config) as fleet:
+    async with Fleet(address, with_token(config, router)) as fleet:
         workers = await fleet.workers()
         serving = await fleet.serving()
     rows = [row(record) for record in workers]

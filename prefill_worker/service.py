@@ -130,6 +130,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def hello_of(self, command: prefill_pb2.PrefillCommand) -> common_pb2.Hello | None:
         return command.hello if command.WhichOneof("command") == "hello" else None
 
+    def unpack(self, command: prefill_pb2.PrefillCommand) -> Sequence[prefill_pb2.PrefillCommand]:
+        return command.batch or (command,)
+
     def attached(self, session: _Session, hello: common_pb2.Hello, welcome: common_pb2.Welcome) -> None:
         resumed = {leg_key(r.ref, LEG) for r in hello.resume}
         for key in [k for k in session.legs if k not in resumed]:
@@ -157,6 +160,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             case "release":
                 self._handoffs.release(leg_key(command.release.ref, LEG))
                 self._drop(leg_key(command.release.ref, LEG), TicketInvalid("the hand-off was released"))
+            case "reserve":
+                self._reserve(session, command.reserve)
+            case "cancel_reservation":
+                self._worker.engine.cancel_reservation(command.cancel_reservation.reservation_id)
             case other:
                 raise InvalidRequest("unknown command", field=other or "command")
 
@@ -165,6 +172,16 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._lose(self._legs[key])
 
     # --- commands ----------------------------------------------------------------------------------------------
+
+    def _reserve(self, session: _Session, request: common_pb2.ReserveRequest) -> None:
+        """The unary call's twin: every refusal is an answer here, an error would end the stream."""
+        try:
+            reply = reserve(self._worker, LEG, request)
+        except PdserveError as error:
+            reply = common_pb2.ReserveReply(refusal=error.detail())
+        batch = self._batch()
+        batch.add(session, prefill_pb2.PrefillEvent(ref=request.ref, reserved=reply))
+        batch.flush()
 
     def _submit(self, session: _Session, request: common_pb2.WorkRequest) -> None:
         key = leg_key(request.ref, LEG)

@@ -116,7 +116,7 @@ class Router:
         return router
 
     async def _listen(self) -> None:
-        RegistryService(self._store, self.config.registry_ttl_s).add_to(self._server)
+        RegistryService(self._store, self.config).add_to(self._server)
         InferenceService(self.front, self._defaults).add_to(self._server)
         HealthService(self.health, [INFERENCE, REGISTRY]).add_to(self._server)
         reflection.enable_server_reflection((INFERENCE, REGISTRY, HEALTH, REFLECTION), self._server)

@@ -294,6 +294,8 @@ class Dispatch:
             self.reply.finished(Finish(finished.choice, LENGTH) if self.work.scoring else finished)
         if self.progress.finished:
             self.settle(None)
+        elif finished is not None and finish == GOES_ON and self.decode is not None:
+            self.decode.end_choice(index)
 
     def step(self) -> None:
         self.reply.step()

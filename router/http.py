@@ -16,6 +16,7 @@ import structlog
 from aiohttp import web
 
 from router import replies, schema, shapes
+from router.cors import Cors
 from router.front import Call, Front, Prepared
 from router.params import Params
 from router.replies import ChatStream, Collected, CompletionStream, EchoedPrompt, Frame
@@ -53,6 +54,7 @@ class HttpFace:
         self._observe = observe
         self._defaults = defaults
         self._created = int(front.clock.wall())
+        self._cors = Cors(front.config.cors_origins)
 
     def app(self, *, with_metrics: bool = True) -> web.Application:
         app = web.Application(middlewares=[self._middleware()], client_max_size=self._front.config.max_body_bytes)
@@ -182,7 +184,7 @@ class HttpFace:
             await self._until_first_byte(run, sink)
             if not sink.wanted.is_set() and run.done():
                 run.result()  # an error before the first byte still has its status
-            await sink.open(request, {LABEL_HEADER: record.request_id})
+            await sink.open(request, {LABEL_HEADER: record.request_id} | self._cors.answer(request.headers))
             await self._keep_alive(run, sink)
         except BaseException:
             run.cancel()
@@ -316,6 +318,8 @@ class HttpFace:
             request_id = new_request_id()
             request[REQUEST_ID] = request_id
             try:
+                if request.method == "OPTIONS":  # a browser asks before it shows its key
+                    return web.Response(status=204, headers=self._cors.preflight(request.headers))
                 if request.path not in OPEN_PATHS:
                     request[TENANT] = self._front.keys.tenant(request.headers.get("Authorization", ""))
                 response = await handler(request)
@@ -331,6 +335,7 @@ class HttpFace:
             if not response.prepared:
                 response.headers.setdefault(LABEL_HEADER, request_id)
                 response.headers.setdefault("Server", "pdserve")
+                response.headers.update(self._cors.answer(request.headers))
             return response
 
         return around

@@ -184,6 +184,13 @@ class DecodeLeg(_Leg):
             command = decode_pb2.DecodeCommand(ticket=decode_pb2.DecodeTicket(ref=self.ref, ticket=ticket))
             link.send(self.key, command)
 
+    def end_choice(self, choice: int) -> None:
+        """A stop string ended this choice here: the worker need not go on with it. The others do."""
+        link = self.link
+        if link is not None and self.state is State.RUNNING and self.worker.can("cancel_choices"):
+            cancel = common_pb2.Cancel(ref=self.ref, reason="stop string", choices=[choice])
+            link.send(self.key, decode_pb2.DecodeCommand(cancel=cancel))
+
     def on_event(self, event: decode_pb2.DecodeEvent) -> None:
         self.owner.decode_event(self, event)
 

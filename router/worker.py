@@ -130,6 +130,10 @@ class Worker:
     def has_slots(self) -> bool:
         return self.facts is not None and any(not part.paged for part in self.facts.layout.components)
 
+    def can(self, feature: str) -> bool:
+        """Whether it named the feature in Describe."""
+        return self.facts is not None and feature in self.facts.features
+
     async def describe(self) -> worker_pb2.DescribeReply:
         """Raises PdserveError."""
         stub: Any = worker_pb2_grpc.WorkerStub(self._channel)

@@ -68,6 +68,7 @@ class Config(BaseSettings):
     grpc_listen: str = "127.0.0.1:0"
     admin_listen: str = ""  # "" = /metrics on the HTTP port
     api_keys_file: str = ""  # YAML: sha256 of each key -> tenant and limits; "" = open, one tenant
+    cors_origins: str = ""  # web pages that may read answers: origins with commas between them, or *; "" = none
     cache_salt_secret: str = ""  # "" = random per router start
     max_body_bytes: int = Field(4 << 20, gt=0)
     max_prompt_tokens: int = Field(0, ge=0)  # 0 = the context
@@ -89,6 +90,7 @@ class Config(BaseSettings):
 
     # registry and control
     registry: str = ""  # worker: "host:port" of a router, or "redis://..."; router: "" (embedded) or "redis://..."
+    registry_token: str = ""  # what workers show the router's registry; needed with API keys or TLS (`up` makes one up)
     registry_ttl_s: float = Field(3.0, gt=0)
     drain_timeout_s: float = Field(30.0, gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -181,7 +183,7 @@ _FILE_ENV = "PDSERVE_CONFIG_FILE"
 _NOT_KEYS = {_FILE_ENV, "PDSERVE_FAULTS", "PDSERVE_CLIENT_KEY"}
 _SERVICE_LINK = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP)\w*)$")
 """What Kubernetes puts into every container for a Service whose name begins with "pdserve"."""
-SECRET_KEYS = frozenset({"cache_salt_secret"})
+SECRET_KEYS = frozenset({"cache_salt_secret", "registry_token"})
 
 
 def _text(value: Any) -> str:

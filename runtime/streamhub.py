@@ -168,6 +168,10 @@ class Face(Protocol[M, D]):
 
     def hello_of(self, command: D) -> common_pb2.Hello | None: ...
 
+    def unpack(self, command: D) -> Sequence[Any]:
+        """The commands of one message, in order."""
+        ...
+
     def attached(self, session: Session[M], hello: common_pb2.Hello, welcome: common_pb2.Welcome) -> None:
         """A stream is attached: send the Welcome, then what the router missed of the legs it resumes. Legs of the
         session that it does not name are lost."""
@@ -272,9 +276,10 @@ class StreamHub(Generic[M, C]):
             async for command in commands:
                 if outbox.closed:
                     return False
-                if self._face.hello_of(command) is not None:
-                    raise InvalidRequest("a second hello", field="hello")
-                self._face.command(session, command)
+                for one in self._face.unpack(command):
+                    if self._face.hello_of(one) is not None:
+                        raise InvalidRequest("a second hello", field="hello")
+                    self._face.command(session, one)
         except PdserveError as error:
             outbox.close(error)
             return False

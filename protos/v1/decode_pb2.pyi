@@ -30,6 +30,9 @@ class DecodeCommand(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    CANCEL_RESERVATION_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -42,6 +45,20 @@ class DecodeCommand(_message.Message):
     def cancel(self) -> _common_pb2.Cancel: ...
     @_builtins.property
     def ack(self) -> Global___Ack: ...
+    @_builtins.property
+    def reserve(self) -> _common_pb2.ReserveRequest:
+        """The unary calls' twins for routers under load, where Describe names the feature "stream_reserve".
+        answered by `reserved`
+        """
+
+    @_builtins.property
+    def cancel_reservation(self) -> _common_pb2.CancelReservationRequest:
+        """not answered"""
+
+    @_builtins.property
+    def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeCommand]:
+        """several commands in one message, in order (same feature); none nests another"""
+
     def __init__(
         self,
         *,
@@ -51,12 +68,15 @@ class DecodeCommand(_message.Message):
         ticket: Global___DecodeTicket | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
         ack: Global___Ack | None = ...,
+        reserve: _common_pb2.ReserveRequest | None = ...,
+        cancel_reservation: _common_pb2.CancelReservationRequest | None = ...,
+        batch: _abc.Iterable[Global___DecodeCommand] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "command", b"command", "hello", b"hello", "submit", b"submit", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "cancel_reservation", b"cancel_reservation", "command", b"command", "hello", b"hello", "reserve", b"reserve", "submit", b"submit", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "command", b"command", "hello", b"hello", "submit", b"submit", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "cancel_reservation", b"cancel_reservation", "command", b"command", "hello", b"hello", "reserve", b"reserve", "submit", b"submit", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "tokens", "ticket", "cancel", "ack"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "tokens", "ticket", "cancel", "ack", "reserve", "cancel_reservation"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -179,6 +199,7 @@ class DecodeEvent(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ref(self) -> _common_pb2.AttemptRef: ...
     @_builtins.property
@@ -197,6 +218,10 @@ class DecodeEvent(_message.Message):
     def failed(self) -> Global___DecodeFailed:
         """ends the whole request (all choices) at this worker"""
 
+    @_builtins.property
+    def reserved(self) -> _common_pb2.ReserveReply:
+        """to `reserve`"""
+
     def __init__(
         self,
         *,
@@ -206,12 +231,13 @@ class DecodeEvent(_message.Message):
         prompt_logprobs: _prefill_pb2.PromptLogprobs | None = ...,
         handoff: Global___HandoffDone | None = ...,
         failed: Global___DecodeFailed | None = ...,
+        reserved: _common_pb2.ReserveReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "handoff", b"handoff", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "handoff", b"handoff", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "handoff", b"handoff", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "handoff", b"handoff", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "tokens", "prompt_logprobs", "handoff", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "tokens", "prompt_logprobs", "handoff", "failed", "reserved"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

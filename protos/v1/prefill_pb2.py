@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import common_pb2 as protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/prefill.proto\x12\npdserve.v1\x1a\x16protos/v1/common.proto\"\xe1\x01\n\x0ePrefillCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12)\n\x06submit\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.WorkRequestH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenChunkH\x00\x12$\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x12%\n\x07release\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x42\t\n\x07\x63ommand\"Y\n\rPrefillEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.PrefillEvent\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.Load\"\x9b\x02\n\x0cPrefillEvent\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.AttemptRef\x12&\n\x07welcome\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12*\n\x06ticket\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.TicketIssuedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x12\'\n\x04\x64one\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.PrefillDoneH\x00\x12)\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetailH\x00\x42\x07\n\x05\x65vent\"6\n\x0cTicketIssued\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x16\n\x0esource_address\x18\x02 \x01(\t\"K\n\x0ePromptLogprobs\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12)\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\"[\n\x0bPrefillDone\x12%\n\x05\x66irst\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.FirstToken\x12%\n\x05times\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.StageTimes2\xec\x01\n\x07Prefill\x12?\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x18.pdserve.v1.ReserveReply\x12]\n\x11\x43\x61ncelReservation\x12$.pdserve.v1.CancelReservationRequest\x1a\".pdserve.v1.CancelReservationReply\x12\x41\n\x04Open\x12\x1a.pdserve.v1.PrefillCommand\x1a\x19.pdserve.v1.PrefillEvents(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/prefill.proto\x12\npdserve.v1\x1a\x16protos/v1/common.proto\"\xff\x02\n\x0ePrefillCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12)\n\x06submit\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.WorkRequestH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenChunkH\x00\x12$\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x12%\n\x07release\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x12-\n\x07reserve\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.ReserveRequestH\x00\x12\x42\n\x12\x63\x61ncel_reservation\x18\x07 \x01(\x0b\x32$.pdserve.v1.CancelReservationRequestH\x00\x12)\n\x05\x62\x61tch\x18\x10 \x03(\x0b\x32\x1a.pdserve.v1.PrefillCommandB\t\n\x07\x63ommand\"Y\n\rPrefillEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.PrefillEvent\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.Load\"\xc9\x02\n\x0cPrefillEvent\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.AttemptRef\x12&\n\x07welcome\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12*\n\x06ticket\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.TicketIssuedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x12\'\n\x04\x64one\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.PrefillDoneH\x00\x12)\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetailH\x00\x12,\n\x08reserved\x18\x07 \x01(\x0b\x32\x18.pdserve.v1.ReserveReplyH\x00\x42\x07\n\x05\x65vent\"6\n\x0cTicketIssued\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x16\n\x0esource_address\x18\x02 \x01(\t\"K\n\x0ePromptLogprobs\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12)\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\"[\n\x0bPrefillDone\x12%\n\x05\x66irst\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.FirstToken\x12%\n\x05times\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.StageTimes2\xec\x01\n\x07Prefill\x12?\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x18.pdserve.v1.ReserveReply\x12]\n\x11\x43\x61ncelReservation\x12$.pdserve.v1.CancelReservationRequest\x1a\".pdserve.v1.CancelReservationReply\x12\x41\n\x04Open\x12\x1a.pdserve.v1.PrefillCommand\x1a\x19.pdserve.v1.PrefillEvents(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.prefill_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLCOMMAND']._serialized_start=64
-  _globals['_PREFILLCOMMAND']._serialized_end=289
-  _globals['_PREFILLEVENTS']._serialized_start=291
-  _globals['_PREFILLEVENTS']._serialized_end=380
-  _globals['_PREFILLEVENT']._serialized_start=383
-  _globals['_PREFILLEVENT']._serialized_end=666
-  _globals['_TICKETISSUED']._serialized_start=668
-  _globals['_TICKETISSUED']._serialized_end=722
-  _globals['_PROMPTLOGPROBS']._serialized_start=724
-  _globals['_PROMPTLOGPROBS']._serialized_end=799
-  _globals['_PREFILLDONE']._serialized_start=801
-  _globals['_PREFILLDONE']._serialized_end=892
-  _globals['_PREFILL']._serialized_start=895
-  _globals['_PREFILL']._serialized_end=1131
+  _globals['_PREFILLCOMMAND']._serialized_end=447
+  _globals['_PREFILLEVENTS']._serialized_start=449
+  _globals['_PREFILLEVENTS']._serialized_end=538
+  _globals['_PREFILLEVENT']._serialized_start=541
+  _globals['_PREFILLEVENT']._serialized_end=870
+  _globals['_TICKETISSUED']._serialized_start=872
+  _globals['_TICKETISSUED']._serialized_end=926
+  _globals['_PROMPTLOGPROBS']._serialized_start=928
+  _globals['_PROMPTLOGPROBS']._serialized_end=1003
+  _globals['_PREFILLDONE']._serialized_start=1005
+  _globals['_PREFILLDONE']._serialized_end=1096
+  _globals['_PREFILL']._serialized_start=1099
+  _globals['_PREFILL']._serialized_end=1335
 # @@protoc_insertion_point(module_scope)

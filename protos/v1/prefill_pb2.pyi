@@ -28,6 +28,9 @@ class PrefillCommand(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    CANCEL_RESERVATION_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -42,6 +45,20 @@ class PrefillCommand(_message.Message):
     def release(self) -> _common_pb2.Cancel:
         """the hand-off will not be read (every choice ended, or D is gone for good)"""
 
+    @_builtins.property
+    def reserve(self) -> _common_pb2.ReserveRequest:
+        """The unary calls' twins for routers under load, where Describe names the feature "stream_reserve".
+        answered by `reserved`
+        """
+
+    @_builtins.property
+    def cancel_reservation(self) -> _common_pb2.CancelReservationRequest:
+        """not answered"""
+
+    @_builtins.property
+    def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillCommand]:
+        """several commands in one message, in order (same feature); none nests another"""
+
     def __init__(
         self,
         *,
@@ -50,12 +67,15 @@ class PrefillCommand(_message.Message):
         tokens: _common_pb2.TokenChunk | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
         release: _common_pb2.Cancel | None = ...,
+        reserve: _common_pb2.ReserveRequest | None = ...,
+        cancel_reservation: _common_pb2.CancelReservationRequest | None = ...,
+        batch: _abc.Iterable[Global___PrefillCommand] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "release", b"release", "submit", b"submit", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "cancel_reservation", b"cancel_reservation", "command", b"command", "hello", b"hello", "release", b"release", "reserve", b"reserve", "submit", b"submit", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "release", b"release", "submit", b"submit", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cancel", b"cancel", "cancel_reservation", b"cancel_reservation", "command", b"command", "hello", b"hello", "release", b"release", "reserve", b"reserve", "submit", b"submit", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "tokens", "cancel", "release"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "tokens", "cancel", "release", "reserve", "cancel_reservation"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -95,6 +115,7 @@ class PrefillEvent(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ref(self) -> _common_pb2.AttemptRef: ...
     @_builtins.property
@@ -113,6 +134,10 @@ class PrefillEvent(_message.Message):
 
     @_builtins.property
     def failed(self) -> _common_pb2.ErrorDetail: ...
+    @_builtins.property
+    def reserved(self) -> _common_pb2.ReserveReply:
+        """to `reserve`"""
+
     def __init__(
         self,
         *,
@@ -122,12 +147,13 @@ class PrefillEvent(_message.Message):
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         done: Global___PrefillDone | None = ...,
         failed: _common_pb2.ErrorDetail | None = ...,
+        reserved: _common_pb2.ReserveReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "ticket", b"ticket", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "reserved", b"reserved", "ticket", b"ticket", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "ticket", b"ticket", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "reserved", b"reserved", "ticket", b"ticket", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "ticket", "prompt_logprobs", "done", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "ticket", "prompt_logprobs", "done", "failed", "reserved"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -20,7 +20,7 @@ from runtime.config import Config
 from runtime.errors import PdserveError, RegistryUnavailable
 from runtime.metrics import Metrics
 from runtime.registry import is_redis, open_redis
-from runtime.registry.service import RENEWALS_PER_TTL
+from runtime.registry.service import RENEWALS_PER_TTL, credentials
 from runtime.registry.store import Store, WorkerRecord, checked
 
 _FIRST_PAUSE_S = 0.1
@@ -126,7 +126,9 @@ class _GrpcSession:
         self._ack_s = config.registry_ttl_s
         self._channel = rpc.channel(config.registry, config)
         open_stream: Any = registry_pb2_grpc.RegistryStub(self._channel).Register  # the stubs ask for an iterator
-        self._call: grpc.aio.StreamStreamCall[WorkerRecord, registry_pb2.RegisterAck] = open_stream()
+        self._call: grpc.aio.StreamStreamCall[WorkerRecord, registry_pb2.RegisterAck] = open_stream(
+            metadata=credentials(config)
+        )
 
     async def send(self, record: WorkerRecord) -> float:
         try:

@@ -48,6 +48,7 @@ class Feed:
         self._removed = removed
         self._grace_until = 0.0
         self._cursor = ""
+        self._incarnation = ""
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self.workers: dict[str, WorkerRecord] = {}
@@ -78,7 +79,9 @@ class Feed:
                 self._outages.inc()
             self.available = False
             return
-        if not self.available:
+        emptied = bool(self._incarnation) and snapshot.incarnation != self._incarnation
+        self._incarnation = snapshot.incarnation
+        if not self.available or emptied:
             self.available = True
             self._grace_until = self._clock.monotonic() + self._ttl_s
             _log.info("registry_back", workers=len(snapshot.records))

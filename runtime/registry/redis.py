@@ -14,6 +14,7 @@ malformed is skipped and counted. Commands used (for an ACL): see COMMANDS.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -49,6 +50,7 @@ _TAG = "{pdserve}"
 _INDEX = f"{_TAG}:workers"
 _MOVED = f"{_TAG}:moved"
 _MOVED_ENTRIES = 256
+_INCARNATION = f"{_TAG}:incarnation"
 _TIMEOUT_S = 1.0
 _CONNECTIONS = 8
 _BLOCK_MS = 500  # below the socket timeout
@@ -114,6 +116,7 @@ class RedisStore:
 
     async def snapshot(self) -> Snapshot:
         async with _answers():
+            incarnation = await self._incarnation()
             cursor = await self._newest(_MOVED)  # before the records: what moves later is seen by wait()
             ids = [raw.decode("utf-8", "replace") for raw in await self._redis.zrange(_INDEX, 0, MAX_WORKERS - 1)]
             async with self._redis.pipeline(transaction=False) as pipe:
@@ -128,7 +131,7 @@ class RedisStore:
                 record = self._parse(value)
                 if record is not None and record.worker_id == worker_id:
                     records[worker_id] = record
-            return Snapshot(records, cursor)
+            return Snapshot(records, cursor, incarnation)
 
     async def wait(self, cursor: str, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -169,6 +172,13 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    async def _incarnation(self) -> str:
+        found = await self._redis.getrange(_INCARNATION, 0, 31)
+        if not found:
+            await self._redis.set(_INCARNATION, secrets.token_hex(8), nx=True)
+            found = await self._redis.getrange(_INCARNATION, 0, 31)
+        return _text(found)
 
     async def _newest(self, stream: str) -> str:
         rows = await self._redis.xrevrange(stream, count=1)

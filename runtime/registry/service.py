@@ -6,23 +6,38 @@ and its loss removes nothing at once: the worker has one TTL to come back, from 
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import AsyncIterator
 
 import grpc
 
 from protos.v1 import registry_pb2, registry_pb2_grpc
+from runtime.config import Config
+from runtime.errors import Unauthenticated
 from runtime.registry.store import Store, WorkerRecord
 from runtime.rpc_errors import ServicerContext
 
 RENEWALS_PER_TTL = 3
+TOKEN_KEY = "pdserve-registry-token"
+
+
+def credentials(config: Config) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call to somebody's embedded registry."""
+    return ((TOKEN_KEY, config.registry_token),) if config.registry_token else ()
 
 
 class RegistryService(registry_pb2_grpc.RegistryServicer):
-    """gRPC face of a Store. Every record is answered by one RegisterAck, which is the worker's proof of being known."""
+    """gRPC face of a Store. Every record is answered by one RegisterAck, which is the worker's proof of being known.
 
-    def __init__(self, store: Store, ttl_s: float) -> None:
+    It shares its port with the API, and who may ask questions may not bring workers: where clients need a key or a
+    certificate, a worker shows `registry_token` beside it, and without a token configured nobody may register.
+    """
+
+    def __init__(self, store: Store, config: Config) -> None:
         self._store = store
-        self._ttl_s = ttl_s
+        self._ttl_s = config.registry_ttl_s
+        self._token = config.registry_token
+        self._guarded = bool(config.registry_token or config.api_keys_file or config.tls_cert)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         registry_pb2_grpc.add_RegistryServicer_to_server(self, server)
@@ -30,6 +45,7 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     async def Register(  # noqa: N802
         self, request_iterator: AsyncIterator[WorkerRecord], context: ServicerContext
     ) -> AsyncIterator[registry_pb2.RegisterAck]:
+        self._admit(context)
         ttl_ms = int(self._ttl_s * 1000)
         ack = registry_pb2.RegisterAck(ttl_ms=ttl_ms, renew_every_ms=max(1, ttl_ms // RENEWALS_PER_TTL))
         async for record in request_iterator:
@@ -42,5 +58,16 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     async def List(  # noqa: N802
         self, request: registry_pb2.ListRequest, context: ServicerContext
     ) -> registry_pb2.ListReply:
+        self._admit(context)
         snapshot = await self._store.snapshot()
         return registry_pb2.ListReply(workers=[snapshot.records[key] for key in sorted(snapshot.records)])
+
+    def _admit(self, context: ServicerContext) -> None:
+        """Raises Unauthenticated."""
+        if not self._guarded:
+            return
+        metadata = dict(context.invocation_metadata() or ())
+        shown = metadata.get(TOKEN_KEY, "")
+        shown = shown if isinstance(shown, str) else ""
+        if not self._token or not hmac.compare_digest(shown.encode(), self._token.encode()):
+            raise Unauthenticated("the registry is for workers with its token", reason="registry_token")

@@ -27,10 +27,12 @@ WorkerRecord = registry_pb2.WorkerRecord
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Every live record, by worker id. `cursor` is for wait(): anything later than this view moves it."""
+    """Every live record, by worker id. `cursor` is for wait(): anything later than this view moves it. `incarnation`
+    changes when the store has lost its memory: then what is missing may only not have come back yet."""
 
     records: dict[str, WorkerRecord]
     cursor: str
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

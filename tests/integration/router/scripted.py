@@ -160,6 +160,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.submitted: list[Leg] = []
         self.cancelled: list[str] = []
         self.released: list[str] = []
+        self.ended_choices: list[int] = []
         self.hellos: list[common_pb2.Hello] = []
         self.described = self._describe()
         self.load = common_pb2.Load(pages_free=100, pages_total=100)
@@ -197,6 +198,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             vocab_size=FILES.vocab_size,
             max_model_len=FILES.max_model_len,
             layout=layout(),
+            features=["cancel_choices"],
             protocol_min=1,
             protocol_max=1,
         )
@@ -274,6 +276,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 leg = self.legs.get((body.ref.request_id, body.ref.attempt))
                 if leg is not None:
                     leg.ticket.set()
+            elif kind == "cancel" and body.choices:
+                self.ended_choices += body.choices
             elif kind in ("cancel", "release"):
                 self._end(body, self.cancelled if kind == "cancel" else self.released)
             await self._noticed()
@@ -364,8 +368,11 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
 
 @asynccontextmanager
 async def serving(worker: ScriptedWorker, router: Router | None = None) -> AsyncIterator[None]:
-    """The worker on a port of its own, registered at the router."""
-    config = Config(listen="127.0.0.1:0", registry=router.grpc if router else "")
+    """The worker on a port of its own, registered where the router looks: at the router or in Redis."""
+    shared = {"registry_ttl_s", "registry_token", "tls_cert", "tls_key", "tls_ca"}
+    settings = {key: getattr(router.config, key) for key in shared} if router else {}
+    registry = (router.config.registry or router.grpc) if router else ""
+    config = Config(listen="127.0.0.1:0", registry=registry, **settings)
     server = rpc.server(config)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     prefill_pb2_grpc.add_PrefillServicer_to_server(_Prefill(worker), server)

@@ -333,3 +333,24 @@ async def test_a_local_request_goes_to_the_one_worker_that_does_both() -> None:
         assert [leg.local for leg in both.submitted] == [True]
         assert body["usage"]["prompt_tokens"] == 5
         await made.quiet(prefill_confirmed=False)
+
+
+async def test_a_choice_ended_by_a_stop_string_stops_at_its_decode_worker_and_the_others_go_on(pair: Site) -> None:
+    decode = pair.worker("decode")
+
+    async def two(leg: Leg) -> None:
+        await leg.ticket.wait()
+        leg.handed_over()
+        leg.tokens(1, *b"xyz", choice=0)
+        leg.tokens(1, *b"bcd", choice=1)
+        await decode.until(lambda: decode.ended_choices == [0])
+        leg.tokens(4, *b"ef", choice=1, finish=LENGTH)
+        await asyncio.Event().wait()  # the worker says nothing of choice 0 any more
+
+    decode.decode = two
+    status, body = await pair.complete(n=2, stop="yz", max_tokens=6)
+
+    assert status == 200
+    assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == [("ax", "stop"), ("abcdef", "length")]
+    await decode.until(lambda: len(decode.cancelled) == 1)
+    await pair.quiet()

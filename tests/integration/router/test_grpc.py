@@ -176,7 +176,7 @@ async def test_keys_are_asked_for_here_too(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"{hashlib.sha256(b'one').hexdigest()}: {{tenant: a}}\n")
     workers = ScriptedWorker("prefill"), ScriptedWorker("decode")
-    async with site(*workers, settings=config(api_keys_file=str(file))) as made:
+    async with site(*workers, settings=config(api_keys_file=str(file), registry_token="token")) as made:
         async with rpc.channel(made.router.grpc, config()) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             calls = [

@@ -157,7 +157,7 @@ async def locked(tmp_path: Path) -> AsyncIterator[Site]:
         f"{hashlib.sha256(b'one').hexdigest()}: {{tenant: a, max_inflight: 2}}\n"
         f"{hashlib.sha256(b'two').hexdigest()}: {{tenant: b}}\n"
     )
-    settings = config(api_keys_file=str(file))
+    settings = config(api_keys_file=str(file), registry_token="token")
     async with site(ScriptedWorker("prefill"), ScriptedWorker("decode"), settings=settings) as made:
         yield made
 
@@ -269,3 +269,31 @@ async def test_health_answers_while_long_prompts_are_tokenized(pair: Site) -> No
         assert (await task)[0] == 200
 
     assert slowest < 1
+
+
+async def test_a_browser_may_ask_without_a_key_and_only_named_pages_may_read(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"{hashlib.sha256(b'one').hexdigest()}: {{tenant: a}}\n")
+    page = {"Origin": "https://page.example"}
+    settings = config(api_keys_file=str(file), cors_origins="https://page.example, https://two.example")
+    async with site(settings=settings) as made:
+        for path in ("/v1/chat/completions", "/metrics", "/nothing"):
+            async with made.http.options(path, headers=page) as response:
+                assert response.status == 204
+                assert response.headers["Access-Control-Allow-Origin"] == "https://page.example"
+                assert "Authorization" in response.headers["Access-Control-Allow-Headers"]
+            async with made.http.options(path, headers={"Origin": "https://evil.example"}) as response:
+                assert response.status == 204
+                assert "Access-Control-Allow-Origin" not in response.headers
+        async with made.http.get("/v1/models", headers=page) as response:
+            assert (response.status, response.headers["Access-Control-Allow-Origin"]) == (401, page["Origin"])
+
+
+async def test_without_origins_configured_no_page_may_read(pair: Site) -> None:
+    async with pair.http.options("/v1/models", headers={"Origin": "https://page.example"}) as response:
+        assert (response.status, response.headers["Allow"]) == (204, "GET, POST, OPTIONS")
+        assert "Access-Control-Allow-Origin" not in response.headers
+    body = {"prompt": "hello", "max_tokens": 2, "stream": True}
+    async with pair.http.post("/v1/completions", json=body, headers={"Origin": "https://page.example"}) as response:
+        assert response.status == 200
+        assert "Access-Control-Allow-Origin" not in response.headers

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from deploy.placement import NODE, child_env, plan, settings_of, worker_env
+from deploy.placement import NODE, child_env, plan, secured, settings_of, worker_env
 from runtime.config import Config
 from runtime.errors import InvalidRequest
 
@@ -79,3 +81,18 @@ def test_a_path_means_the_same_in_every_process(tmp_path: object, monkeypatch: p
         pass
     assert settings_of(config(model="weights.gguf"))["model"] == f"{tmp_path}/weights.gguf"
     assert settings_of(config(model="oracle"))["model"] == "oracle"
+
+
+def test_workers_get_a_token_where_clients_need_a_key_and_the_same_one_the_next_time(tmp_path: Path) -> None:
+    key = tmp_path / "tls.key"
+    key.write_text("private")
+    tls = {"tls_cert": "c", "tls_key": str(key), "tls_ca": "a"}
+    assert secured(Config()).registry_token == ""
+    assert secured(Config(api_keys_file="k", registry_token="mine")).registry_token == "mine"
+    assert secured(config(**tls)).registry_token == secured(config(**tls)).registry_token != ""
+    one, two = secured(Config(api_keys_file="k")), secured(Config(api_keys_file="k"))
+    assert one.registry_token != two.registry_token
+    assert settings_of(one)["registry_token"] == one.registry_token
+    with pytest.raises(InvalidRequest) as refused:
+        secured(Config(api_keys_file="k", address="127.0.0.1:1"))
+    assert refused.value.field == "registry_token"

@@ -97,6 +97,40 @@ def test_choices_fork_after_one_prefill_and_each_says_its_own(length: int, state
 
 
 @pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("turns", [0, 1, 2, 9])
+def test_choices_nobody_wants_any_more_stop_and_the_others_say_the_same(turns: int, state: bool) -> None:
+    sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=5)
+    lab = Lab(state=state)
+    key = lab.submit(request("a", prompt(40), n=3, max_tokens=30, temperature=1.0, seed=5))
+    lab.turns(turns)
+    free_before = lab.engine.load().pages_free
+
+    lab.engine.end_choices(key, [0, 2])
+    lab.turns(3)
+
+    assert turns < 9 or lab.engine.load().pages_free > free_before
+    lab.run()
+    alone = undisturbed(prompt(40), sampling, 3, state)
+    assert tuple(lab.tokens(key, 1)) == alone[1]
+    assert all(len(lab.tokens(key, choice)) <= turns for choice in (0, 2))
+    assert lab.ends(key) == 1
+    lab.engine.check_baseline()
+
+
+def test_ending_every_choice_leaves_nothing_and_says_nothing() -> None:
+    lab = Lab()
+    key = lab.submit(request("a", prompt(40), n=2, max_tokens=30, temperature=1.0, seed=5))
+    lab.turns(6)
+    lab.engine.end_choices(key, [0])
+    lab.engine.end_choices(key, [0, 1])
+    lab.run()
+    assert lab.ends(key) == 0
+    lab.engine.cancel(key)
+    lab.run()
+    lab.engine.check_baseline()
+
+
+@pytest.mark.parametrize("state", [False, True])
 def test_choices_fork_after_a_hand_off_too(state: bool) -> None:
     p, d = Lab(state=state), Lab(state=state)
     sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=5)

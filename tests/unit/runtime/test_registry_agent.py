@@ -39,7 +39,7 @@ def worker_config(registry: str) -> Config:
 async def registry(store: Store, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
     config = Config()
     server = rpc.server(config)
-    RegistryService(store, TTL_S).add_to(server)
+    RegistryService(store, Config(registry_ttl_s=TTL_S)).add_to(server)
     address = rpc.bind(server, listen, config)
     await server.start()
     try:

@@ -33,6 +33,7 @@ class ScriptedEngine:
     started: dict[LegKey, tuple[First, ...]] = field(default_factory=dict)
     recomputed: list[LegKey] = field(default_factory=list)
     cancelled: list[LegKey] = field(default_factory=list)
+    ended: list[tuple[LegKey, tuple[int, ...]]] = field(default_factory=list)
 
     def reserve(self, key: LegKey, needs: Needs) -> Reserved | Refused:
         free = Free(pages=9, slots=0, batch=4, queued_prefill_tokens=0)
@@ -59,6 +60,9 @@ class ScriptedEngine:
 
     def cancel(self, key: LegKey) -> None:
         self.cancelled.append(key)
+
+    def end_choices(self, key: LegKey, choices: Sequence[int]) -> None:
+        self.ended.append((key, tuple(choices)))
 
     def load(self) -> EngineLoad:
         return EngineLoad(

@@ -426,3 +426,60 @@ async def test_what_runs_is_ended_with_a_reason_when_the_worker_stops(s: Setup) 
     with pytest.raises(KvLost):
         await stream.call
     assert s.puller.cancelled == 1
+
+
+async def test_choices_the_router_has_seen_the_end_of_stop_and_the_others_go_on(s: Setup) -> None:
+    stream = decode_stream(s.service)
+    await stream.open()
+    submit(stream, work(tokens=range(20), n=3), local=True)
+    await stream.settle()
+    s.admit()
+
+    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[1]))
+    await stream.settle()
+
+    assert s.engine.ended == [(KEY, (1,))]
+    assert s.engine.cancelled == []
+    s.engine.emit(Tokens(KEY, 0, 0, (65,), (None,), STOP, last=False))
+    await stream.settle()
+    assert s.service.busy() == 1
+
+    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[2]))
+    await stream.settle()
+    assert s.engine.cancelled == [KEY], "the last one is the whole request"
+    assert s.service.busy() == 0
+
+
+async def test_a_choice_that_ends_as_the_router_ends_the_others_ends_the_leg(s: Setup) -> None:
+    stream = decode_stream(s.service)
+    await stream.open()
+    submit(stream, work(tokens=range(20), n=2), local=True)
+    await stream.settle()
+    s.admit()
+    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[0]))
+    await stream.settle()
+
+    s.engine.emit(Tokens(KEY, 1, 0, (65,), (None,), STOP, last=False))  # said before the engine heard of the cancel
+    await stream.settle()
+
+    assert s.service.busy() == 0
+    assert s.engine.cancelled == [KEY]
+
+
+async def test_reservations_may_come_over_the_stream_several_in_one_message(s: Setup) -> None:
+    stream = decode_stream(s.service)
+    await stream.open()
+    asks = [
+        common_pb2.ReserveRequest(
+            ref=ref(name, 1), needs=common_pb2.Needs(prompt_tokens=5, choices=1), remaining_ms=left
+        )
+        for name, left in (("r1", 1000), ("r2", 0))
+    ]
+    stream.send(batch=[decode_pb2.DecodeCommand(reserve=ask) for ask in asks])
+
+    granted, refused = await stream.next(), await stream.next()
+
+    assert (granted.ref.request_id, granted.reserved.reservation_id) == ("r1", "r-1")
+    assert (refused.ref.request_id, refused.reserved.refusal.reason) == ("r2", "deadline_exceeded")
+    stream.send(cancel_reservation=common_pb2.CancelReservationRequest(reservation_id="r-1", ref=ref("r1", 1)))
+    await stream.settle()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,6 +33,9 @@ class Recorder:
 
     def hello_of(self, command: Command) -> common_pb2.Hello | None:
         return command.hello if command.HasField("hello") else None
+
+    def unpack(self, command: Command) -> Sequence[Command]:
+        return command.batch or (command,)
 
     def attached(self, session: Session[Events], hello: common_pb2.Hello, welcome: common_pb2.Welcome) -> None:
         self.sessions.append(session)
