@@ -167,6 +167,7 @@ class EngineLoad:
     slots_free: int
     step: int
     steps_alive_at: float  # monotonic time of the loop's last turn (idle turns count): liveness
+    slots_cached: int = 0
 
 
 class EnginePort(Protocol):

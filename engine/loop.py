@@ -27,7 +27,7 @@ from engine.api import (
     Tokens,
 )
 from engine.check import check_request
-from engine.memory import Memory
+from engine.memory import Checkpoints, Memory
 from engine.pages import PagePool, SlotPool
 from engine.plan import StepPlan
 from engine.prefix_cache import PrefixCache
@@ -35,6 +35,7 @@ from engine.reservations import Ledger
 from engine.runner_api import ModelSpec, RowsFailed, Runner
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Request
+from engine.states import StateCache
 from kvtransfer.types import PAGE_TOKENS, First, LegKey, Region
 from runtime.clock import Clock
 from runtime.config import Config
@@ -61,8 +62,8 @@ class EngineSpec:
         pages = tokens // PAGE_TOKENS
         if pages < 1:
             raise InvalidRequest("the KV pool is smaller than one page", field="kv_pool_bytes")
-        # As many states again as can run: sources hold theirs until they are read.
-        slots = 2 * config.max_batch + 1 if model.has_state else 0
+        # As many states again as can run: sources hold theirs until they are read. The cache lives in what is idle.
+        slots = (config.state_slots or 2 * config.max_batch) + 1 if model.has_state else 0
         longest = min(config.max_model_len or model.max_model_len, model.max_model_len)
         return cls(pages + 1, slots, longest)
 
@@ -77,11 +78,16 @@ class Engine:
         self._clock = clock
         runner.allocate(spec.pages, spec.slots)
         self.pages = PagePool(spec.pages)
-        self.slots = SlotPool(spec.slots)
+        self.slots = SlotPool(spec.slots, self.pages.lock)
         self.cache = PrefixCache(self.pages, enabled=config.prefix_cache)
         self._ledger = Ledger(self.pages, self.slots, config.max_batch, config.reservation_s)
         limits = Limits(config.max_batch, config.max_batched_tokens, config.chunk_tokens, spec.max_model_len)
-        memory = Memory(self.pages, self.slots, self.cache, self._ledger, config.headroom_tokens, self.model.has_state)
+        states = None
+        if self.model.has_state:
+            states = StateCache(self.cache, self.pages, self.slots, self.model.slot_bytes, self.model.page_bytes)
+        kept = Checkpoints(config.state_interval_tokens, config.state_junctions, config.state_ends)
+        memory = Memory(self.pages, self.slots, self.cache, self._ledger, config.headroom_tokens, states, kept)
+        self.states = states
         self._scheduler = Scheduler(limits, memory)
         self._max_queued = config.max_queued_requests
         self._wake = threading.Condition()
@@ -188,6 +194,7 @@ class Engine:
             pages_reserved=self._ledger.booked.pages,
             slots_total=self.slots.total,
             slots_free=self.slots.available,
+            slots_cached=self.slots.cached,
             step=self._scheduler.step,
             steps_alive_at=self._alive_at,
         )
@@ -331,6 +338,7 @@ class Engine:
             pool.check()
             assert pool.referenced == 0, f"{pool.referenced} pages or slots are still held"
         self.cache.check()
+        self._scheduler.check_states()
 
 
 def _terminal(event: Event) -> bool:

@@ -8,56 +8,133 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.pages import PageHold, PagePool, SlotPool, hold_both, pages_for
-from engine.plan import Copy
+from engine.plan import Copy, Row
 from engine.prefix_cache import PrefixCache
 from engine.reservations import Ledger
 from engine.sequence import Phase, Sequence, usable_hit
+from engine.states import Match, State, StateCache, checkpoint_lengths
 from kvtransfer.types import PAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Which states a model with state leaves in the cache, beside the one where the same prompt would land again.
+    interval: one every so many tokens of a prompt, 0 = none. junctions: where a path known from another request ends.
+    ends: the exact one at the end of a turn."""
+
+    interval: int = 0
+    junctions: bool = True
+    ends: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What admission takes for a sequence: hit pages to share, a state to copy, and how much is fresh."""
+
+    match: Match
+    hit: list[int]
+    fresh: int
+    slots: int
+
+    @property
+    def start(self) -> int:
+        """Tokens that need not be run."""
+        return self.match.resumed if self.match.state else len(self.hit) * PAGE_TOKENS
 
 
 @dataclass(slots=True)
 class Memory:
-    """has_state: every sequence owns one slot."""
+    """states: of a model whose sequences own one slot each, else None."""
 
     pages: PagePool
     slots: SlotPool
     cache: PrefixCache
     ledger: Ledger
     headroom_tokens: int
-    has_state: bool
+    states: StateCache | None = None
+    checkpoints: Checkpoints = Checkpoints()
+
+    @property
+    def has_state(self) -> bool:
+        return self.states is not None
 
     def admit(self, seq: Sequence, use_cache: bool) -> int | None:
         """Give a waiting sequence everything it needs to run to its headroom; None and nothing changes if that is not
-        there now. Returns the pages found in the cache; they count as computed.
+        there now. Returns how many tokens came from the cache; they count as computed.
 
         Bookings of requests not yet here are respected, other waiting requests are not (they are served in order).
         """
-        own = seq.own_pages(self.headroom_tokens)
-        forked = own - len(seq.tokens) // PAGE_TOKENS
-        keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))] if use_cache else []
-        slot_count = seq.rows if self.has_state else 0
         with self.pages.lock:
-            booked = self.ledger.booked
-            hit = self.cache.match(keys)
-            idle = sum(self.pages.refs(page) == 0 for page in hit)
-            fresh = own - len(hit) + (seq.rows - 1) * forked
-            if fresh + idle > self.pages.available - booked.pages:
-                return None
-            if slot_count > self.slots.available - booked.slots:
-                return None
-            self.pages.share(hit)
-            new = self.pages.allocate(fresh)
-            new_slots = self.slots.allocate(slot_count)
+            claim = self._claim(seq, use_cache)
+            if not self._fits(claim):
+                # A state to copy from is one slot and maybe one page more. With nothing left to wait for, do without.
+                if claim.match.state is None or self.slots.referenced:
+                    return None
+                claim = self._claim(seq, use_cache=False)
+                if not self._fits(claim):
+                    return None
+            self.pages.share(claim.hit)
+            if claim.match.state is not None:
+                self._resume(seq, claim.match.state)
+            new = self.pages.allocate(claim.fresh)
+            new_slots = self.slots.allocate(claim.slots)
         assert new is not None
         assert new_slots is not None
-        seq.pages = hit + new[: own - len(hit)]
-        rest = new[own - len(hit) :]
-        seq.spare = [rest[i * forked : (i + 1) * forked] for i in range(seq.rows - 1)]
-        if self.has_state:
-            seq.slot, *seq.spare_slots = new_slots
-        seq.published = len(hit)
-        seq.computed = len(hit) * PAGE_TOKENS
-        return len(hit)
+        self._give(seq, claim, new, new_slots)
+        return claim.start
+
+    def _claim(self, seq: Sequence, use_cache: bool) -> _Claim:
+        own = seq.own_pages(self.headroom_tokens)
+        forked = own - len(seq.tokens) // PAGE_TOKENS
+        match = self._match(seq) if use_cache else Match([], None)
+        # With a state, pages past it are run again, so they are not taken; one that arrives whole needs no state here.
+        replayed = self.states is not None and not seq.request.remote
+        hit = match.pages[: match.resumed // PAGE_TOKENS] if replayed else match.pages
+        fresh = own - len(hit) + (seq.rows - 1) * forked
+        return _Claim(match, hit, fresh, seq.rows if self.states is not None else 0)
+
+    def _match(self, seq: Sequence) -> Match:
+        keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))]
+        if self.states is None or seq.request.remote:
+            return Match(self.cache.match(keys), None)
+        return self.states.match(keys, seq.tokens)
+
+    def _fits(self, claim: _Claim) -> bool:
+        """What is shared leaves the pool's available pages just as what is allocated does."""
+        state, booked = claim.match.state, self.ledger.booked
+        taken = claim.hit + ([state.page] if state and state.page else [])
+        idle = sum(self.pages.refs(page) == 0 for page in taken)
+        idle_slots = int(state is not None and self.slots.refs(state.slot) == 0)
+        pages = claim.fresh + idle <= self.pages.available - booked.pages
+        return pages and claim.slots + idle_slots <= self.slots.available - booked.slots
+
+    def _resume(self, seq: Sequence, state: State) -> None:
+        """Hold what the next step copies; the targets are known when the sequence has its own slot and pages."""
+        self.slots.share([state.slot])
+        if state.page:
+            self.pages.share([state.page])
+
+    def _give(self, seq: Sequence, claim: _Claim, new: list[int], slots: list[int]) -> None:
+        own = seq.own_pages(self.headroom_tokens) - len(claim.hit)
+        forked = len(claim.hit) + own - len(seq.tokens) // PAGE_TOKENS
+        seq.pages = claim.hit + new[:own]
+        seq.spare = [new[own + i * forked : own + (i + 1) * forked] for i in range(seq.rows - 1)]
+        seq.published = len(claim.hit)
+        seq.computed = claim.start
+        seq.checkpoints = ()
+        if self.states is None:
+            return
+        seq.slot, *seq.spare_slots = slots
+        state = claim.match.state
+        if state is not None:
+            assert state.length == seq.computed, "a state of another length"
+            seq.pending.append((self.slots, Copy(False, state.slot, seq.slot)))
+            if state.page:
+                seq.pending.append((self.pages, Copy(True, state.page, seq.pages[len(claim.hit)])))
+        if not seq.request.remote and self.cache.enabled:
+            seq.checkpoints = checkpoint_lengths(
+                claim.match, len(seq.tokens), self.checkpoints.interval, self.checkpoints.junctions
+            )
 
     def grow(self, seq: Sequence) -> bool:
         """One page more if the next token needs it; False when there is none."""
@@ -75,6 +152,38 @@ class Memory:
             keys = seq.full_keys()
             self.cache.publish(keys, seq.pages, seq.published)
             seq.published = len(keys)
+
+    def checkpoint_slots(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """(length, slot) of the checkpoints a row [start, end) exports: as many as there are slots to spare for."""
+        points = []
+        for length in seq.checkpoints:
+            if start < length <= end and self.slots.available > self.ledger.booked.slots:
+                found = self.slots.allocate(1)
+                if found is not None:
+                    points.append((length, found[0]))
+        return tuple(points)
+
+    def publish_checkpoints(self, seq: Sequence, row: Row) -> None:
+        """The row's step is done, so its checkpoints are written."""
+        for length, slot in row.checkpoints:
+            assert self.states is not None
+            keys = seq.hasher.page_keys(seq.tokens)[: length // PAGE_TOKENS]
+            self.states.publish(keys, length, (), slot, 0)
+        self.drop_checkpoints(row)
+
+    def drop_checkpoints(self, row: Row) -> None:
+        """Give back the step's count on them; what was published stays in the cache."""
+        self.slots.release([slot for _, slot in row.checkpoints])
+
+    def keep_end(self, seq: Sequence) -> None:
+        """A sequence that is complete leaves its state where it stands: nobody writes slot and partial page again."""
+        if self.states is None or not self.cache.enabled or not self.checkpoints.ends or not seq.slot:
+            return
+        assert len(seq.tokens) - seq.computed in (0, 1), "the state holds all known tokens but the newest"
+        keys, border = seq.full_keys(), seq.computed // PAGE_TOKENS * PAGE_TOKENS
+        tail = seq.tokens[border : seq.computed]
+        page = seq.pages[len(keys)] if tail else 0
+        self.states.publish(keys, seq.computed, tail, seq.slot, page)
 
     def fork(self, lead: Sequence, choice: int, seq_id: int) -> Sequence:
         """A further choice after the prompt: full pages shared, the last partial page and the slot copied by the next

@@ -14,7 +14,7 @@ from engine.api import Event, Mode, PromptScores, RangeReady, SourceDone, Tokens
 from engine.memory import Memory
 from engine.plan import Logprob, Row, RowResult
 from engine.sequence import Phase, Request, Sequence, accept
-from kvtransfer.types import First
+from kvtransfer.types import PAGE_TOKENS, First
 from protos.v1 import common_pb2
 
 
@@ -50,11 +50,14 @@ class Outcome:
         request = seq.request
         seq.computed = row.start + len(row.tokens)
         self._memory.publish(seq)
+        self._memory.publish_checkpoints(seq, row)
         if result.prompt:
             request.scored = row.start + len(result.prompt)
             self.emit(request, PromptScores(request.spec.key, row.start + 1, result.prompt))
         if request.spec.mode is Mode.SOURCE:
-            self.emit(request, RangeReady(request.spec.key, row.start, seq.computed))
+            # a row that resumes inside a page announces the page from its border: the rest of it was copied
+            border = row.start // PAGE_TOKENS * PAGE_TOKENS
+            self.emit(request, RangeReady(request.spec.key, border, seq.computed))
         if not row.samples:
             return
         assert len(result.tokens) == len(row.samples), "one token per sample"
@@ -152,6 +155,7 @@ class Outcome:
 
     def _close(self, seq: Sequence) -> None:
         seq.phase = Phase.DONE
+        self._memory.keep_end(seq)
         self._memory.release(seq)
 
     @staticmethod

@@ -9,11 +9,12 @@ A page is in exactly one state, and free + cached + referenced == total at every
 |            | landings (also after a cancel: quarantine) |                                                  |
 | cached     | the prefix cache (kept, no count)       | share() on a hit, or eviction when pages run out     |
 
-Slots are counted the same way and never cached.
+Slots are counted the same way; the cache that keeps some is engine.states.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -33,8 +34,9 @@ class PagePool:
     are one action. Nothing is called outside under it but the evictor and the free-listener, which must be short.
     """
 
-    def __init__(self, count: int) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, count: int, lock: threading.RLock | None = None) -> None:
+        """lock: of another pool, to be shared with it."""
+        self.lock = lock or threading.RLock()
         self._refs = [0] * max(count, 1)
         self._free: deque[int] = deque(range(1, count))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -69,8 +71,16 @@ class PagePool:
         with self.lock:
             return self.total - len(self._free) - len(self._cached)
 
+    def oldest(self, count: int) -> list[int]:
+        """At most `count` idle cached pages, in the order in which they would be evicted."""
+        with self.lock:
+            return list(itertools.islice(self._cached, count))
+
     def refs(self, page: int) -> int:
         return self._refs[page]
+
+    def kept(self, page: int) -> bool:
+        return page in self._kept
 
     def check(self) -> None:
         """Assert the invariant, from the counts themselves. Raises AssertionError."""
@@ -126,6 +136,14 @@ class PagePool:
         if freed and self._on_free is not None:
             self._on_free()
 
+    def release_oldest(self, pages: Sequence[int]) -> None:
+        """As release(); pages that become idle will be the first to be evicted, the first of them first."""
+        self.release(pages)
+        with self.lock:
+            for page in reversed(pages):
+                if page in self._cached:
+                    self._cached.move_to_end(page, last=False)
+
     def hold(self, pages: Sequence[int]) -> PageHold:
         """A further count on each page, as a value."""
         self.share(pages)
@@ -157,7 +175,7 @@ class PagePool:
 
 
 class SlotPool(PagePool):
-    """State slots: counted like pages, never cached. count may be 0 (a model without state)."""
+    """State slots: counted like pages. count may be 0 (a model without state)."""
 
 
 class PageHold:

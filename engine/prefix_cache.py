@@ -7,7 +7,7 @@ first. Every change is journalled with a sequence number; a reader that fell beh
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,25 +17,32 @@ from kvtransfer.hashing import LINK_PAGES
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """keys in chain order when stored, tail first when removed."""
+    """keys in chain order when stored, tail first when removed. state_length > 0: not pages but the state after so many
+    tokens came or went; keys has the one it hangs on. tier: where the pages are now, if they are still stored."""
 
     sequence: int
     stored: bool
     keys: tuple[bytes, ...]
+    state_length: int = 0
+    tier: str = "device"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """Every key here as of `sequence`; a key comes after the one it hangs on."""
+    """Every key here as of `sequence`; a key comes after the one it hangs on. states: (key, length) of each.
+    lower: (tier, keys) of those that are only below the device."""
 
     sequence: int
     keys: tuple[bytes, ...]
+    states: tuple[tuple[bytes, int], ...] = ()
+    lower: tuple[tuple[str, tuple[bytes, ...]], ...] = ()
 
 
 @dataclass(slots=True)
 class _Node:
     page: int
     parent: bytes | None
+    depth: int  # pages from the root, this one included
     children: dict[bytes, None]
 
 
@@ -50,10 +57,61 @@ class PrefixCache:
         self._journal: deque[CacheChange] = deque(maxlen=journal_length)
         self._sequence = 0
         self._on_change: Callable[[], None] | None = None
+        self._key_gone: Callable[[bytes], None] = lambda _: None
+        self._page_wanted: Callable[[int], bool] = lambda _: False
+        self._dropped: Callable[[Sequence[bytes], Sequence[int]], dict[bytes, str]] = lambda _, __: {}
+        self._below: Callable[[], dict[str, list[bytes]]] = dict
+        self._states: Counter[tuple[bytes, int]] = Counter()
         pool.set_evictor(self._evict)
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._nodes
+
+    def depth(self, key: bytes) -> int:
+        """Pages up to this key."""
+        return self._nodes[key].depth
+
+    def parent(self, key: bytes) -> bytes | None:
+        return self._nodes[key].parent
+
+    def set_dependents(self, key_gone: Callable[[bytes], None], page_wanted: Callable[[int], bool]) -> None:
+        """Whoever hangs states on keys. key_gone: this key is being forgotten. page_wanted: give up this page, which
+        has no key, if it is yours. Both are called under the pool's lock."""
+        self._key_gone, self._page_wanted = key_gone, page_wanted
+
+    def set_lower(
+        self,
+        dropped: Callable[[Sequence[bytes], Sequence[int]], dict[bytes, str]],
+        below: Callable[[], dict[str, list[bytes]]],
+    ) -> None:
+        """The tiers below. dropped: told keys (tail first) and pages that have been forgotten here, it names the tier
+        of those that are still somewhere; under the pool's lock. below: keys by tier, parents first."""
+        self._dropped, self._below = dropped, below
+
+    def record_lower(self, keys: Sequence[bytes], tier: str) -> None:
+        """Journal that keys which are not here are in `tier` now; "" = nowhere any more."""
+        with self._pool.lock:
+            self._record(bool(tier), keys, tier=tier or "device")
+
+    def oldest(self, count: int) -> list[tuple[int, bytes, bytes | None]]:
+        """(page, key, parent) of the idle pages that would be evicted first, of at most `count` looked at."""
+        with self._pool.lock:
+            named = [(page, self._key_of.get(page)) for page in self._pool.oldest(count)]
+            return [(page, key, self._nodes[key].parent) for page, key in named if key is not None]
+
+    def record_state(self, key: bytes, length: int, ready: bool) -> None:
+        """Journal a state that came or went. The caller holds the lock."""
+        self._states[key, length] += 1 if ready else -1
+        if not self._states[key, length]:
+            del self._states[key, length]
+        self._record(ready, [key], length)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the longest known prefix of `keys` (in chain order). Takes no count: call under the pool's lock
@@ -113,7 +171,9 @@ class PrefixCache:
 
     def snapshot(self) -> CacheSnapshot:
         with self._pool.lock:
-            return CacheSnapshot(self._sequence, tuple(self._nodes))
+            below = {tier: tuple(k for k in keys if k not in self._nodes) for tier, keys in self._below().items()}
+            lower = tuple((tier, keys) for tier, keys in below.items() if keys)
+            return CacheSnapshot(self._sequence, tuple(self._nodes), tuple(self._states.elements()), lower)
 
     def set_change_listener(self, on_change: Callable[[], None]) -> None:
         """Called under the pool's lock after every change: only wake somebody up."""
@@ -127,18 +187,20 @@ class PrefixCache:
                 assert self._key_of[node.page] == key
                 assert node.parent is None or key in self._nodes[node.parent].children, "a key without its parent"
                 assert all(child in self._nodes for child in node.children)
+                assert node.depth == (self._nodes[node.parent].depth if node.parent else 0) + 1
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _record(self, stored: bool, keys: Sequence[bytes]) -> None:
+    def _record(self, stored: bool, keys: Sequence[bytes], state_length: int = 0, tier: str = "device") -> None:
         self._sequence += 1
-        self._journal.append(CacheChange(self._sequence, stored, tuple(keys)))
+        self._journal.append(CacheChange(self._sequence, stored, tuple(keys), state_length, tier))
         if self._on_change is not None:
             self._on_change()
 
     def _add(self, key: bytes, page: int, parent: bytes | None) -> None:
         assert page not in self._key_of, "a page has one content"
-        self._nodes[key] = _Node(page, parent, {})
+        depth = self._nodes[parent].depth + 1 if parent is not None else 1
+        self._nodes[key] = _Node(page, parent, depth, {})
         self._key_of[page] = key
         if parent is not None:
             self._nodes[parent].children[key] = None
@@ -146,6 +208,10 @@ class PrefixCache:
 
     def _evict(self, oldest: int) -> None:
         """Drop the tail that hangs on the oldest cached page (usually that page itself)."""
+        if oldest not in self._key_of:
+            given_up = self._page_wanted(oldest)
+            assert given_up, "a cached page without a name"
+            return
         key = self._key_of[oldest]
         while True:
             idle = (c for c in self._nodes[key].children if self._pool.refs(self._nodes[c].page) == 0)
@@ -164,8 +230,16 @@ class PrefixCache:
         if parent is not None:
             del self._nodes[parent].children[key]
         order.reverse()
+        pages = []
         for known in order:
+            self._key_gone(known)
             node = self._nodes.pop(known)
             del self._key_of[node.page]
             self._pool.unkeep(node.page)
-        self._record(False, order)
+            pages.append(node.page)
+        below = self._dropped(order, pages)
+        gone = [known for known in order if known not in below]
+        if gone:
+            self._record(False, gone)
+        for tier in set(below.values()):
+            self._record(True, [known for known in reversed(order) if below.get(known) == tier], tier=tier)

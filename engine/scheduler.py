@@ -175,9 +175,12 @@ class Scheduler:
         flight = self._land()
         for row_result in result.rows:
             seq, row = flight.pop(row_result.seq)
-            if not seq.request.over:
+            if seq.phase is Phase.DONE:  # ended meanwhile
+                self.memory.drop_checkpoints(row)
+            else:
                 self._outcome.ran(seq, row, row_result, now)
         assert set(flight) == set(failed), "rows without a result"
+        self._drop_checkpoints(flight)
         self._fault([seq for seq, _ in flight.values()])
         self._sweep()
 
@@ -185,8 +188,13 @@ class Scheduler:
         """The step in flight has no result: every request in it, or waiting for a copy of it, ends."""
         copying = [seq for seq, _, _ in self._copying]
         flight = self._land()
+        self._drop_checkpoints(flight)
         self._fault([*copying, *(seq for seq, _ in flight.values())])
         self._sweep()
+
+    def _drop_checkpoints(self, flight: dict[int, tuple[Sequence, Row]]) -> None:
+        for _, row in flight.values():
+            self.memory.drop_checkpoints(row)
 
     def _fault(self, sequences: Seq[Sequence]) -> None:
         for seq in sequences:
@@ -254,20 +262,16 @@ class Scheduler:
         ledger = self.memory.ledger
         if ledger.active_batch + seq.rows + ledger.booked.batch > self.limits.max_batch:
             return False
-        hit = self.memory.admit(seq, self._may_use_cache(seq.request))
-        if hit is None:
+        cached = self.memory.admit(seq, self._may_use_cache(seq.request))
+        if cached is None:
             return False
-        self._admitted(seq, hit * PAGE_TOKENS, now)
+        self._admitted(seq, cached, now)
         return True
 
     def _may_use_cache(self, request: Request) -> bool:
-        """A state cannot be taken from KV pages (a remote one arrives whole), and positions whose log-probabilities
-        are wanted must be run."""
-        if request.remote:
-            return True
+        """Positions whose log-probabilities are wanted must be run."""
         spec = request.spec
-        scores = spec.sampling.prompt_logprobs and request.scored < spec.prompt_len - 1
-        return not scores and not self.memory.has_state
+        return request.remote or not spec.sampling.prompt_logprobs or request.scored >= spec.prompt_len - 1
 
     def _admitted(self, seq: Sequence, cached: int, now: float) -> None:
         request = seq.request
@@ -280,7 +284,8 @@ class Scheduler:
             if request.remote or request.spec.mode is Mode.SOURCE:
                 pages, slots = self.memory.known_pages(seq), self.memory.known_slots(seq)
                 hold = self.memory.hold(seq)
-                self._outcome.emit(request, Admitted(request.spec.key, pages, slots, cached, hold))
+                ready = cached // PAGE_TOKENS * PAGE_TOKENS
+                self._outcome.emit(request, Admitted(request.spec.key, pages, slots, ready, hold))
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
@@ -309,6 +314,7 @@ class Scheduler:
             samples=self._samples(seq) if end == len(seq.tokens) else (),
             prompt_targets=self._targets(seq, start, end),
             prompt_top=seq.request.spec.sampling.prompt_top_logprobs,
+            checkpoints=self.memory.checkpoint_slots(seq, start, end) if seq.checkpoints else (),
         )
         self._in_flight[seq.id] = (seq, row)
         return row
@@ -379,6 +385,13 @@ class Scheduler:
         assert not self._in_flight
         assert not self._copying
         assert not self._doomed
+
+    def check_states(self) -> None:
+        """Assert that no slot is both a running sequence's own and an immutable state. Raises AssertionError."""
+        if self.memory.states is not None:
+            self.memory.states.check()
+            owned = {seq.slot for seq in self._running} | {s for seq in self._running for s in seq.spare_slots}
+            assert not owned & self.memory.states.slots(), "a mutable slot in the cache"
 
 
 def _preemptable(seq: Sequence) -> bool:

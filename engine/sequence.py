@@ -88,6 +88,7 @@ class Sequence:
     pending: list[tuple[PagePool, Copy]] = field(default_factory=list)
     booked: Amount = field(default_factory=Amount)
     lost: int = 0  # tokens that were computed before a preemption
+    checkpoints: tuple[int, ...] = ()  # lengths at which the prefill exports its state
 
     @property
     def order(self) -> tuple[int, int, int]:

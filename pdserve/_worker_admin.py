@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from engine.prefix_cache import CacheChange, PrefixCache
+from engine.prefix_cache import CacheChange, CacheSnapshot, PrefixCache
 from protos.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import InvalidRequest
 from runtime.rpc_errors import ServicerContext
@@ -94,7 +94,7 @@ class WorkerAdmin(worker_pb2_grpc.WorkerServicer):
             changes = None if fresh else cache.changes_after(position)
             if changes is None:
                 snapshot = cache.snapshot()
-                for batch in self._snapshot(snapshot.sequence, snapshot.keys):
+                for batch in self._snapshot(snapshot):
                     yield batch
                 position = snapshot.sequence
             elif changes:
@@ -104,17 +104,21 @@ class WorkerAdmin(worker_pb2_grpc.WorkerServicer):
             fresh = False
             await self._feed.wait_beyond(position)
 
-    def _snapshot(self, sequence: int, keys: Sequence[bytes]) -> list[worker_pb2.CacheEventBatch]:
-        pieces = [keys[i : i + KEYS_PER_BATCH] for i in range(0, len(keys), KEYS_PER_BATCH)] or [()]
+    def _snapshot(self, snapshot: CacheSnapshot) -> list[worker_pb2.CacheEventBatch]:
+        keys, states = snapshot.keys, snapshot.states
+        pieces = [[_event(True, keys[i : i + KEYS_PER_BATCH])] for i in range(0, len(keys), KEYS_PER_BATCH)]
+        ready = [_event(True, (key,), length) for key, length in states]
+        pieces += [ready[i : i + KEYS_PER_BATCH] for i in range(0, len(ready), KEYS_PER_BATCH)]
+        pieces = pieces or [[]]
         return [
             worker_pb2.CacheEventBatch(
-                first_sequence=sequence,
-                events=[_event(True, piece)] if piece else [],
+                first_sequence=snapshot.sequence,
+                events=events,
                 snapshot=True,
                 snapshot_end=index == len(pieces) - 1,
                 epoch=self._epoch,
             )
-            for index, piece in enumerate(pieces)
+            for index, events in enumerate(pieces)
         ]
 
     def _changes(self, changes: Sequence[CacheChange]) -> list[worker_pb2.CacheEventBatch]:
@@ -125,11 +129,16 @@ class WorkerAdmin(worker_pb2_grpc.WorkerServicer):
             if not batches or room < len(change.keys):
                 batches.append(worker_pb2.CacheEventBatch(first_sequence=change.sequence, epoch=self._epoch))
                 room = KEYS_PER_BATCH
-            batches[-1].events.append(_event(change.stored, change.keys))
+            batches[-1].events.append(_event(change.stored, change.keys, change.state_length))
             room -= len(change.keys) + 1
         return batches
 
 
-def _event(stored: bool, keys: Sequence[bytes]) -> worker_pb2.CacheEvent:
-    kind = worker_pb2.CacheEvent.KIND_STORED if stored else worker_pb2.CacheEvent.KIND_REMOVED
-    return worker_pb2.CacheEvent(kind=kind, page_keys=keys, tier="device")
+def _event(stored: bool, keys: Sequence[bytes], state_length: int = 0) -> worker_pb2.CacheEvent:
+    """state_length > 0: of the state after so many tokens, which hangs on the one key; else of pages."""
+    event = worker_pb2.CacheEvent
+    if state_length:
+        kind = event.KIND_CHECKPOINT_READY if stored else event.KIND_CHECKPOINT_REMOVED
+    else:
+        kind = event.KIND_STORED if stored else event.KIND_REMOVED
+    return event(kind=kind, page_keys=keys, tier="device", state_length=state_length)

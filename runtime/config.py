@@ -51,6 +51,10 @@ class Config(BaseSettings):
     chunk_tokens: int = Field(512, gt=0)
     headroom_tokens: int = Field(64, ge=1)  # decode room reserved beyond the prompt, per choice
     prefix_cache: bool = True
+    state_slots: int = Field(0, ge=0)  # recurrent states, those the prefix cache keeps included; 0 = 2 x max_batch
+    state_interval_tokens: int = Field(0, ge=0)  # keep a state every so many prompt tokens; 0 = only where it pays
+    state_junctions: bool = True  # keep a state where a prompt leaves a path known from another request
+    state_ends: bool = True  # keep the state at the end of a turn
     transport: Literal["nixl", "inprocess"] = "nixl"
     max_queued_requests: int = Field(256, gt=0)
 
@@ -116,6 +120,8 @@ class Config(BaseSettings):
             raise ValueError("tls_cert, tls_key and tls_ca go together")
         if self.chunk_tokens % 256:
             raise ValueError("chunk_tokens must be a multiple of 256")
+        if self.state_interval_tokens % 16:
+            raise ValueError("state_interval_tokens must be a multiple of 16")
         if self.max_batched_tokens < self.chunk_tokens:
             raise ValueError("max_batched_tokens must hold at least one chunk (chunk_tokens)")
         if self.lease_margin_s >= self.lease_s:

@@ -18,7 +18,7 @@ from engine.kernels.mla_plan import PagedPlan
 from engine.layers.kv import KvShape
 from engine.layers.latent import LatentStep
 from engine.layers.pools import Groups
-from engine.layers.state import LinearStep
+from engine.layers.state import STEADY_ROWS, LinearStep
 from engine.plan import Row
 from kvtransfer.types import PAGE_TOKENS
 
@@ -120,11 +120,14 @@ class Inputs:
             checkpoints=points,
             device=self._device,
         )
-        return LinearStep(self._device_copy(np.array([r.slot for r in decode], dtype=np.int64)), plan)
+        slots = self._device_copy(np.array([r.slot for r in decode], dtype=np.int64))
+        return LinearStep(slots, plan, -len(decode) % STEADY_ROWS if self._alone else 0)
 
     def _flat(self, rows: Sequence[Row], count: int) -> tuple[Array, Array, Array]:
         """Token ids, positions and pages of every token, padded."""
         padded = max(count, self._min_rows)
+        if self._alone and self._groups.state is not None:
+            padded = -(-padded // STEADY_ROWS) * STEADY_ROWS
         tokens, positions, pages = (np.zeros(padded, dtype=np.int64) for _ in range(3))
         at = 0
         for row in rows:

@@ -21,6 +21,10 @@ from engine.kernels.delta_chunk_plan import ChunkPlan
 from engine.kernels.delta_decode import delta_decode
 from kvtransfer.types import Component
 
+STEADY_ROWS = 32
+"""Elementwise functions run in vectors over a flattened tensor and differently on what is left over at its end. With a
+multiple of so many rows nothing is left over, so a row's bits do not depend on how many rows there are."""
+
 Kind = Literal["kda", "gdn", "mamba2"]
 
 
@@ -115,20 +119,26 @@ class StatePool:
 @dataclass(frozen=True, slots=True)
 class LinearStep:
     """How a step's tokens go through the state: rows [0, len(slots)) decode, the rest are the chunk plan's, then
-    padding, which touches nothing. Made once per step for all layers."""
+    padding, which touches nothing. Made once per step for all layers.
+
+    null_rows: rows on the null slot added to the decode rows, so that their number is a multiple of STEADY_ROWS.
+    """
 
     slots: torch.Tensor
     plan: ChunkPlan
+    null_rows: int = 0
 
     def conv(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor
     ) -> torch.Tensor:
         """Causal convolution and SiLU of x [T, C]; weight [C, W], state one component of a layer."""
-        decoding = len(self.slots)
-        if decoding == len(x):
-            return conv_decode(x, weight, bias, state, self.slots)
-        rest = conv_prefill(x[decoding:], weight, bias, state, self.plan)
-        return torch.cat((conv_decode(x[:decoding], weight, bias, state, self.slots), rest)) if decoding else rest
+        at = len(self.slots)
+        parts = []
+        if at:
+            parts.append(conv_decode(self._full(x), weight, bias, state, self._full(self.slots))[:at])
+        if at < len(x):
+            parts.append(conv_prefill(x[at:], weight, bias, state, self.plan))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def delta(
         self,
@@ -149,10 +159,16 @@ class LinearStep:
         options = _Options(scale=scale, l2norm=l2norm, delta=delta, skip=skip)
         parts = []
         if at:
-            parts.append(delta_decode(q[:at], k[:at], v[:at], g[:at], beta[:at], state, self.slots, **options))
+            qs, ks, vs, gs, betas, slots = (self._full(x) for x in (q, k, v, g, beta, self.slots))
+            parts.append(delta_decode(qs, ks, vs, gs, betas, state, slots, **options)[:at])
         if at < len(v):
             parts.append(delta_chunk(q[at:], k[at:], v[at:], g[at:], beta[at:], state, self.plan, **options))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _full(self, x: torch.Tensor) -> torch.Tensor:
+        """The decode rows of x and the null ones."""
+        rows = x[: len(self.slots)]
+        return torch.cat((rows, rows.new_zeros(self.null_rows, *rows.shape[1:]))) if self.null_rows else rows
 
 
 class _Options(TypedDict):

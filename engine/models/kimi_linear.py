@@ -200,7 +200,9 @@ class KimiLinearModel:
             progress((at + 1) / (len(kinds) + 1))
         self._norm = RMSNorm(params.get("norm.weight", c.hidden), c.eps)
         top = Params(source, dtype, device)
-        self._head = Linear(self._embed if c.tied else top.get("lm_head.weight", c.vocab_size, c.hidden))
+        # transformers has no tied form of this model: a head the checkpoint has is used, whatever the config says
+        tied = c.tied and not top.has("lm_head.weight")
+        self._head = Linear(self._embed if tied else top.get("lm_head.weight", c.vocab_size, c.hidden))
         progress(1.0)
 
     def forward(self, step: StepBatch, pools: Pools) -> torch.Tensor:

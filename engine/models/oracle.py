@@ -134,8 +134,9 @@ class OracleRunner:
         for unit in range(UNITS):
             for layer in range(LAYERS):
                 before = bytes(DIGEST) if row.start == 0 else self._slots[row.slot, unit, layer].tobytes()
-                *_, last = _chain(before, row.start, row.tokens, unit + UNITS, layer)
-                self._slots[row.slot, unit, layer] = np.frombuffer(last, np.uint8)
+                states = list(_chain(before, row.start, row.tokens, unit + UNITS, layer))
+                for length, slot in ((row.start + len(row.tokens), row.slot), *row.checkpoints):
+                    self._slots[slot, unit, layer] = np.frombuffer(states[length - row.start - 1], np.uint8)
 
     def _contents(self, row: Row, end: int) -> bytes:
         """All digests of the first `end` tokens, token by token."""

@@ -1,0 +1,230 @@
+"""Which state slots hold the recurrent state of which prefix. Torch-free; shares the pools' lock with the page cache.
+
+A state is worth something only together with the KV pages below it, so it hangs on the page key at floor16(length) and
+goes when that key goes. Off the page grid (the end of a turn) it also keeps the partial page and its up to 15 tokens,
+all of which must match. States are immutable: a hit copies slot and partial page; they enter when the write is done.
+
+| slot                      | owner                                                               |
+|---------------------------|---------------------------------------------------------------------|
+| mutable                   | one sequence, from admission to its end                             |
+| being written             | a step in flight, for a checkpoint inside one of its rows           |
+| in here, count 0          | the cache; evicted when slots run out                               |
+| in here, count > 0        | the cache, and whoever copies or reads it (hits, leases)            |
+
+When slots run out the state with the lowest score goes, pages untouched: recency in [0, 1] plus the prefill it saves
+over the next shallower state, per byte, in [0, 1]. So a state between two others goes before either.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.pages import PagePool, SlotPool
+from engine.prefix_cache import PrefixCache
+from kvtransfer.types import PAGE_TOKENS
+
+SAVING_WEIGHT = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """The state after `length` tokens: those below `key`, then `tail`. page: the partial page, 0 = on the grid.
+    below: the next shallower state of the same prefix."""
+
+    key: bytes
+    length: int
+    tail: tuple[int, ...]
+    slot: int
+    page: int
+    used: int
+    below: State | None = None
+
+    @property
+    def saved(self) -> int:
+        """Tokens a hit here need not run that one on the state below would."""
+        return self.length - (self.below.length if self.below else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """pages: of the longest known prefix, `known` tokens of it; state: the deepest one inside it, if any."""
+
+    pages: list[int]
+    state: State | None
+
+    @property
+    def known(self) -> int:
+        return len(self.pages) * PAGE_TOKENS
+
+    @property
+    def resumed(self) -> int:
+        return self.state.length if self.state else 0
+
+
+class StateCache:
+    """slot_bytes, page_bytes: sizes, for the score."""
+
+    def __init__(self, cache: PrefixCache, pages: PagePool, slots: SlotPool, slot_bytes: int, page_bytes: int) -> None:
+        self._cache = cache
+        self._pages = pages
+        self._slots = slots
+        self._slot_bytes, self._page_bytes = slot_bytes, page_bytes
+        self._by_key: dict[bytes, list[State]] = {}
+        self._by_page: dict[int, State] = {}
+        self._clock = itertools.count(1)
+        slots.set_evictor(lambda _: self._drop(self._victim()))
+        cache.set_dependents(self._key_gone, self._page_wanted)
+
+    def __len__(self) -> int:
+        return sum(len(found) for found in self._by_key.values())
+
+    def slots(self) -> set[int]:
+        """Slots that hold a cached state."""
+        return {state.slot for state in self._all()}
+
+    def match(self, keys: Sequence[bytes], tokens: Sequence[int]) -> Match:
+        """keys: of the full pages of tokens[:-1]. The state holds at most len(tokens) - 1 tokens: one is left to run.
+        Takes no count: call under the lock together with share()."""
+        with self._pages.lock:
+            pages = self._cache.match(keys)
+            for depth in range(len(pages), 0, -1):
+                fits = [s for s in self._by_key.get(keys[depth - 1], ()) if _fits(s, tokens)]
+                if fits:
+                    best = max(fits, key=lambda s: s.length)
+                    best.used = next(self._clock)
+                    return Match(pages, best)
+            return Match(pages, None)
+
+    def publish(self, keys: Sequence[bytes], length: int, tail: Sequence[int], slot: int, page: int) -> bool:
+        """Make the state after `length` tokens known; keys: of the full pages below it. The caller holds counts on
+        slot and page, whose content is final. False: it is known already, or the pages it hangs on are not."""
+        assert length == len(keys) * PAGE_TOKENS + len(tail), "a state of another length"
+        assert len(tail) < PAGE_TOKENS
+        assert bool(tail) == bool(page), "a partial page goes with a tail"
+        with self._pages.lock:
+            if not keys or keys[-1] not in self._cache:
+                return False
+            known = self._by_key.get(keys[-1], [])
+            if any(s.tail == tuple(tail) for s in known):
+                return False
+            assert slot not in self.slots(), "a slot has one content"
+            state = State(keys[-1], length, tuple(tail), slot, page, next(self._clock))
+            state.below = self._next_below(state)
+            for other in self._all():
+                if other.below is state.below and other.length > length and self._descends(other, state):
+                    other.below = state
+            self._by_key.setdefault(state.key, []).append(state)
+            self._slots.keep(slot)
+            if page:
+                self._by_page[page] = state
+                self._pages.keep(page)
+            self._cache.record_state(state.key, length, ready=True)
+            return True
+
+    def entries(self) -> list[tuple[bytes, int]]:
+        """(page key, length) of every state."""
+        with self._pages.lock:
+            return [(s.key, s.length) for s in self._all()]
+
+    def check(self) -> None:
+        """Assert that states agree with the page cache and with both pools. Raises AssertionError."""
+        with self._pages.lock:
+            assert len(self.slots()) == len(self), "two states in one slot"
+            for state in self._all():
+                assert state.key in self._cache, "a state without its pages"
+                depth = self._cache.depth(state.key)
+                assert state.length == depth * PAGE_TOKENS + len(state.tail), "a state at another depth"
+                assert self._slots.kept(state.slot), "a state whose slot is not kept"
+                assert not state.page or (self._pages.kept(state.page) and self._by_page[state.page] is state)
+                assert state.below is self._next_below(state), "another state lies between"
+            assert all(s.page for s in self._by_page.values())
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _all(self) -> list[State]:
+        return [state for found in self._by_key.values() for state in found]
+
+    def _next_below(self, state: State) -> State | None:
+        """The deepest state that is shorter, on the way from `state` to the root. A tail leads nowhere: only states on
+        the grid lie below another."""
+        key: bytes | None = state.key if state.tail else self._cache.parent(state.key)
+        while key is not None:
+            on_grid = next((s for s in self._by_key.get(key, ()) if not s.tail), None)
+            if on_grid is not None:
+                return on_grid
+            key = self._cache.parent(key)
+        return None
+
+    def _descends(self, deeper: State, state: State) -> bool:
+        key: bytes | None = deeper.key
+        while key is not None and key != state.key:
+            key = self._cache.parent(key)
+        return key is not None and not state.tail
+
+    def _victim(self) -> State:
+        idle = [s for s in self._all() if self._slots.refs(s.slot) == 0]
+        assert idle, "cached slots without a state"
+        oldest, newest = min(s.used for s in idle), max(s.used for s in idle)
+        best = max(self._saving(s) for s in idle)
+
+        def score(state: State) -> float:
+            recency = (state.used - oldest) / max(newest - oldest, 1)
+            return recency + SAVING_WEIGHT * self._saving(state) / best
+
+        return min(idle, key=score)
+
+    def _saving(self, state: State) -> float:
+        """Prefill saved per byte: work grows with the tokens, so tokens stand for it."""
+        return state.saved / (self._slot_bytes + (self._page_bytes if state.page else 0))
+
+    def _drop(self, state: State) -> None:
+        """Forget one state. A slot or page that is still held loses its name, not its content."""
+        found = self._by_key[state.key]
+        found.remove(state)
+        if not found:
+            del self._by_key[state.key]
+        for other in self._all():
+            if other.below is state:
+                other.below = state.below
+        self._slots.unkeep(state.slot)
+        if state.page:
+            del self._by_page[state.page]
+            self._pages.unkeep(state.page)
+        self._cache.record_state(state.key, state.length, ready=False)
+
+    def _key_gone(self, key: bytes) -> None:
+        for state in list(self._by_key.get(key, ())):
+            self._drop(state)
+
+    def _page_wanted(self, page: int) -> bool:
+        """The page pool wants a page: drop the state whose partial page it is. False: it is nobody's."""
+        state = self._by_page.get(page)
+        if state is not None:
+            self._drop(state)
+        return state is not None
+
+
+def _fits(state: State, tokens: Sequence[int]) -> bool:
+    start = state.length - len(state.tail)
+    return state.length < len(tokens) and tuple(tokens[start : state.length]) == state.tail
+
+
+JUNCTION_TOKENS = 64
+"""A state at a junction must save at least so many tokens over its neighbours on either side."""
+
+
+def checkpoint_lengths(match: Match, tokens: int, interval: int, junctions: bool) -> tuple[int, ...]:
+    """At which lengths the prefill of a prompt exports its state: rising multiples of the page past what was resumed.
+
+    At floor16(tokens - 1), where the same prompt lands when it comes again; where a known path ends, for its second
+    sighting has shown that it is shared (not when that would save little); every `interval` tokens (0 = not).
+    """
+    last = (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+    wanted = {last}
+    if junctions and min(match.known - match.resumed, last - match.known) >= JUNCTION_TOKENS:
+        wanted.add(match.known)
+    if interval:
+        wanted.update(range(interval, last, interval))
+    return tuple(sorted(length for length in wanted if length > match.resumed))

@@ -1,0 +1,162 @@
+"""Tiny random-weight hybrid models with every feature on, ours and transformers' with the same parameters."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.plan import Row, SampleSpec, SamplingParams, StepPlan
+from engine.runner import RunnerOptions, TorchRunner
+from engine.weights import RandomWeights
+from kvtransfer.types import Region
+
+VOCAB = 97
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        "vocab_size": VOCAB,
+        "hidden_size": 96,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 24,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "model_max_length": 2048,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3, 5],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        **SPECIAL,
+    },
+}
+CONFIGS["kimi_linear-query-rank"] = {
+    **CONFIGS["kimi_linear"],
+    "q_lora_rank": 20,
+    "attention_bias": True,
+    "num_expert_group": 1,
+    "moe_renormalize": False,
+    "tie_word_embeddings": True,
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = AutoConfig.for_model(**CONFIGS[name]).to_dict()
+    return config
+
+
+def reference(name: str, seed: int = 0) -> Any:
+    """transformers' model in fp32 with RandomWeights(seed), buffers that are parameters in all but name included."""
+    config = AutoConfig.for_model(**CONFIGS[name])
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    source = RandomWeights(seed)
+    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for parameter_name, parameter in [*model.named_parameters(), *buffers]:
+            parameter.copy_(source.get(parameter_name, tuple(parameter.shape)))
+    return model
+
+
+def runner_of(
+    name: str, *, seed: int = 0, pages: int = 64, slots: int = 9, deterministic: bool = False, dtype: str = "float32"
+) -> TorchRunner:
+    options = RunnerOptions(dtype=dtype, device="cpu", threads=1, deterministic=deterministic)
+    runner = TorchRunner(config_of(name), RandomWeights(seed), options, (2,))
+    runner.allocate(pages, slots)
+    return runner
+
+
+def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(int(t) for t in np.random.default_rng(seed).integers(3, VOCAB, length))
+
+
+def view(region: Region) -> npt.NDArray[np.uint8]:
+    """[items, bytes] of a region, from its address, as a transport sees it."""
+    raw = (ctypes.c_uint8 * region.length).from_address(region.base)
+    return np.ctypeslib.as_array(raw).reshape(-1, region.stride)
+
+
+def slot_bytes(runner: TorchRunner, slot: int) -> dict[str, bytes]:
+    """Every slot component's bytes of one slot."""
+    paged = {c.name: c.paged for c in runner.spec().components}
+    return {r.component: view(r)[slot].tobytes() for r in runner.regions() if not paged[r.component]}
+
+
+def page_bytes(runner: TorchRunner, pages: Sequence[int]) -> bytes:
+    """Every paged component's bytes of these pages."""
+    paged = {c.name for c in runner.spec().components if c.paged}
+    return b"".join(view(r)[list(pages)].tobytes() for r in runner.regions() if r.component in paged)
+
+
+SCORED = SamplingParams(logprobs=True, top_logprobs=VOCAB)
+
+
+class Walk:
+    """One sequence through a runner: every score of a sampled position is recorded."""
+
+    def __init__(self, runner: TorchRunner, tokens: Sequence[int], slot: int = 1, first_page: int = 1) -> None:
+        self.runner = runner
+        self.tokens = list(tokens)
+        self.slot = slot
+        self.pages = tuple(range(first_page, first_page + 24))
+        self.computed = 0
+        self.scores: list[npt.NDArray[np.float64]] = []
+
+    def row(self, end: int, checkpoints: tuple[tuple[int, int], ...] = (), sample: bool = True) -> Row:
+        spec = (SampleSpec(SCORED, end, 0),) if sample else ()
+        run = tuple(self.tokens[self.computed : end])
+        return Row(self.slot, run, self.computed, self.pages, self.slot, spec, checkpoints=checkpoints)
+
+    def take(self, row: Row, result: Any) -> int:
+        self.computed += len(row.tokens)
+        if not result.tokens:
+            return -1
+        (scored,) = result.logprobs
+        found = dict(scored.top)
+        self.scores.append(np.array([found[v] for v in range(VOCAB)]))
+        return int(result.tokens[0])
+
+    def run(self, end: int, checkpoints: tuple[tuple[int, int], ...] = ()) -> int:
+        """Run up to `end` in one row; the token after it."""
+        row = self.row(end, checkpoints)
+        return self.take(row, self.runner.run(StepPlan(1, (row,))).rows[0])
+
+    def chunks(self, end: int, size: int = 32) -> int:
+        """Run up to `end` in rows that end at multiples of `size`."""
+        token = -1
+        while self.computed < end:
+            token = self.run(min((self.computed // size + 1) * size, end))
+        return token
+
+    def decode(self, count: int, token: int) -> list[int]:
+        """`count` greedy tokens after `token`, which was sampled last."""
+        for _ in range(count):
+            self.tokens.append(token)
+            token = self.run(len(self.tokens))
+        return self.tokens
+
+    @property
+    def state(self) -> dict[str, bytes]:
+        return slot_bytes(self.runner, self.slot)
