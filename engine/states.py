@@ -17,7 +17,6 @@ over the next shallower state, per byte, in [0, 1]. So a state between two other
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ SAVING_WEIGHT = 1.0
 @dataclass(slots=True, eq=False)
 class State:
     """The state after `length` tokens: those below `key`, then `tail`. page: the partial page, 0 = on the grid.
+    used: look-ups when it was last hit or made, so that states one prompt leaves are of one age.
     below: the next shallower state of the same prefix."""
 
     key: bytes
@@ -73,7 +73,7 @@ class StateCache:
         self._slot_bytes, self._page_bytes = slot_bytes, page_bytes
         self._by_key: dict[bytes, list[State]] = {}
         self._by_page: dict[int, State] = {}
-        self._clock = itertools.count(1)
+        self._looked_up = 0
         slots.set_evictor(lambda _: self._drop(self._victim()))
         cache.set_dependents(self._key_gone, self._page_wanted)
 
@@ -89,11 +89,12 @@ class StateCache:
         Takes no count: call under the lock together with share()."""
         with self._pages.lock:
             pages = self._cache.match(keys)
+            self._looked_up += 1
             for depth in range(len(pages), 0, -1):
                 fits = [s for s in self._by_key.get(keys[depth - 1], ()) if _fits(s, tokens)]
                 if fits:
                     best = max(fits, key=lambda s: s.length)
-                    best.used = next(self._clock)
+                    best.used = self._looked_up
                     return Match(pages, best)
             return Match(pages, None)
 
@@ -110,7 +111,7 @@ class StateCache:
             if any(s.tail == tuple(tail) for s in known):
                 return False
             assert slot not in self.slots(), "a slot has one content"
-            state = State(keys[-1], length, tuple(tail), slot, page, next(self._clock))
+            state = State(keys[-1], length, tuple(tail), slot, page, self._looked_up)
             state.below = self._next_below(state)
             for other in self._all():
                 if other.below is state.below and other.length > length and self._descends(other, state):
