@@ -11,7 +11,7 @@ report six times too long moves little; it forgets slowly, so a fleet that chang
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,18 +20,23 @@ CLIP = 0.5
 """Largest relative residual one report may count with."""
 
 
+NOISE = 0.05
+"""Variance of one report's relative error, roughly: what a report is trusted."""
+
+FLOOR = 0.01
+"""No term becomes less than this share of its prior: a cost is never zero, let alone negative."""
+
+
 class Regression:
     """Recursive least squares with forgetting over positive physical features.
 
-    prior: coefficients to start from; trust: reports the prior is worth. forgetting: weight kept per report.
+    prior: positive coefficients to start from, good to a factor of 1 + spread. forgetting: weight kept per report.
     """
 
-    def __init__(self, prior: Sequence[float], scales: Sequence[float], trust: float = 3.0, forgetting: float = 0.998):
-        self._scale = np.asarray(scales, dtype=float)
-        self._theta = np.asarray(prior, dtype=float) * self._scale
-        self._prior = self._theta.copy()
-        self._floor = self._prior * 0.02
-        self._cov = np.diag((np.maximum(self._prior, 1e-9) ** 2) * 4.0)
+    def __init__(self, prior: Sequence[float], forgetting: float = 0.998, spread: float = 2.0) -> None:
+        self._prior = np.asarray(prior, dtype=float)
+        self._theta = np.ones(len(prior))  # in units of the prior
+        self._cov = np.eye(len(prior)) * spread**2
         self._keep = forgetting
         self._trace = float(np.trace(self._cov))
         self.count = 0
@@ -46,37 +51,54 @@ class Regression:
         if observed <= 0 or expected <= 0:
             return
         weight = 1.0 / max(expected, 1e-6)
-        row = np.asarray(features, dtype=float) / self._scale * weight
+        row = np.asarray(features, dtype=float) * self._prior * weight
         clip = CLIP if self.count >= 20 else 4.0
         error = min(max(observed * weight - 1.0, -clip), clip)
         gain = self._cov @ row
-        denominator = 0.05 + float(row @ gain)
-        self._theta = np.maximum(self._theta + gain / denominator * error, self._floor)
+        denominator = NOISE + float(row @ gain)
+        self._theta = np.maximum(self._theta + gain / denominator * error, FLOOR)
         self._cov = self._cov - np.outer(gain, gain) / denominator
         if float(np.trace(self._cov)) < self._trace:  # forgetting must not wind up while nothing new is told
             self._cov /= self._keep
         self.count += 1
-        self.coefficients = tuple(float(value) for value in self._theta / self._scale)
+        self.coefficients = tuple(float(value) for value in self._theta * self._prior)
 
 
-@dataclass(slots=True)
-class Factor:
-    """What one machine makes of the fleet's figure: a clipped running mean of log(observed / expected)."""
+class Factors:
+    """What each machine (or path) makes of the fleet's figure: a clipped running mean of log(observed / expected).
 
-    log: float = 0.0
-    count: int = 0
+    Taken relative to their common mean, which belongs to the fleet's figure: otherwise a regression that is too low and
+    factors that are too high would chase each other. A new one begins as the mean, factor 1."""
 
-    @property
-    def value(self) -> float:
-        return math.exp(self.log)
+    def __init__(self, floor_rate: float = 0.04) -> None:
+        self._floor_rate = floor_rate
+        self._logs: dict[Hashable, float] = {}
+        self._counts: dict[Hashable, int] = {}
+        self._sum = 0.0
 
-    def learn(self, observed: float, expected: float, floor_rate: float = 0.04) -> None:
+    def of(self, key: Hashable) -> float:
+        log = self._logs.get(key)
+        return 1.0 if log is None else math.exp(log - self._sum / len(self._logs))
+
+    def learn(self, key: Hashable, observed: float, expected: float) -> None:
+        """expected: without any factor."""
         if observed <= 0 or expected <= 0:
             return
-        self.count += 1
-        rate = max(1.0 / (self.count + 3), floor_rate)
-        step = math.log(observed / expected) - self.log
-        self.log += rate * min(max(step, -CLIP), CLIP)
+        if key not in self._logs:
+            self._logs[key] = self._sum / len(self._logs) if self._logs else 0.0
+            self._counts[key] = 0
+            self._sum += self._logs[key]
+        count = self._counts[key] = self._counts[key] + 1
+        rate = max(1.0 / (count + 3), self._floor_rate)
+        step = rate * min(max(math.log(observed / expected) - self._logs[key], -CLIP), CLIP)
+        self._logs[key] += step
+        self._sum += step
+
+    def forget(self, key: Hashable) -> None:
+        log = self._logs.pop(key, None)
+        if log is not None:
+            self._sum -= log
+            del self._counts[key]
 
 
 @dataclass(slots=True)
@@ -126,14 +148,14 @@ class Speeds:
 
     def __init__(self) -> None:
         # 1, uncached tokens, uncached tokens x their mean context, uncached tokens x the step they ride on
-        self._prefill = Regression((0.01, 5e-5, 5e-10, 2e-4), (1.0, 1e-3, 1e-7, 1e-1))
+        self._prefill = Regression((0.01, 5e-5, 5e-10, 2e-4))
         # 1, requests in the step, their context tokens
-        self._step = Regression((0.01, 5e-5, 1e-8), (1.0, 1e-2, 1e-5))
-        self._transfer = Regression((0.001, 1e-10), (1.0, 1e-9))
-        self._load = Regression((0.001, 1e-10), (1.0, 1e-9))
-        self._prefill_of: dict[str, Factor] = {}
-        self._step_of: dict[str, Factor] = {}
-        self._path: dict[tuple[str, str], Factor] = {}
+        self._step = Regression((0.01, 5e-5, 1e-8))
+        self._transfer = Regression((0.001, 1e-10))
+        self._load = Regression((0.001, 1e-10))
+        self._prefill_of = Factors()
+        self._step_of = Factors()
+        self._path = Factors(0.1)
         self.output = OutputLength()
         self.ttft_error = Accuracy()
 
@@ -143,14 +165,12 @@ class Speeds:
         """Computing `uncached` tokens that follow `cached` ones. step_s: the decode step they share, 0 = none."""
         fixed, token, context, mixed = self._prefill.coefficients
         seconds = fixed + uncached * (token + context * (cached + 0.5 * uncached) + mixed * step_s)
-        factor = self._prefill_of.get(worker)
-        return seconds * factor.value if factor is not None else seconds
+        return seconds * self._prefill_of.of(worker)
 
     def learn_prefill(self, worker: str, uncached: int, cached: int, seconds: float, step_s: float = 0.0) -> None:
         features = (1.0, float(uncached), uncached * (cached + 0.5 * uncached), uncached * step_s)
-        factor = self._prefill_of.setdefault(worker, Factor())
-        factor.learn(seconds, self._prefill.predict(features))
-        self._prefill.learn(features, seconds / factor.value)
+        self._prefill_of.learn(worker, seconds, self._prefill.predict(features))
+        self._prefill.learn(features, seconds / self._prefill_of.of(worker))
 
     # --- decode -------------------------------------------------------------------------------------------------
 
@@ -158,28 +178,25 @@ class Speeds:
         """One decode step of `batch` requests that hold `context` tokens in all."""
         fixed, request, token = self._step.coefficients
         seconds = fixed + request * batch + token * context
-        factor = self._step_of.get(worker)
-        return seconds * factor.value if factor is not None else seconds
+        return seconds * self._step_of.of(worker)
 
     def learn_step(self, worker: str, batch: float, context: float, seconds: float) -> None:
         features = (1.0, batch, context)
-        factor = self._step_of.setdefault(worker, Factor())
-        factor.learn(seconds, self._step.predict(features))
-        self._step.learn(features, seconds / factor.value)
+        self._step_of.learn(worker, seconds, self._step.predict(features))
+        self._step.learn(features, seconds / self._step_of.of(worker))
 
     # --- transfer -----------------------------------------------------------------------------------------------
 
     def transfer_s(self, source: str, target: str, size: float, flows: int = 0) -> float:
         """`size` bytes from source to target while `flows` other transfers share the way."""
         setup, byte = self._transfer.coefficients
-        factor = self._path.get((source, target))
-        shared = byte * size * (1 + flows)
-        return (setup + shared) * (factor.value if factor is not None else 1.0)
+        return (setup + byte * size * (1 + flows)) * self._path.of((source, target))
 
     def learn_transfer(self, source: str, target: str, size: float, seconds: float, flows: int = 0) -> None:
         features = (1.0, size * (1 + flows))
-        self._path.setdefault((source, target), Factor()).learn(seconds, self._transfer.predict(features), 0.1)
-        self._transfer.learn(features, seconds)
+        path = (source, target)
+        self._path.learn(path, seconds, self._transfer.predict(features))
+        self._transfer.learn(features, seconds / self._path.of(path))
 
     def load_s(self, size: float) -> float:
         """Promoting `size` bytes from host memory or disk."""
