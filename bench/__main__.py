@@ -37,11 +37,12 @@ def main(arguments: list[str]) -> int:
         print(f"no such benchmark: {arguments[0]} (there are: {', '.join(known)})", file=sys.stderr)
         return 2
     chosen = arguments[:1] or list(known)
-    return next((code for name in chosen if (code := _run(name, arguments[1:]))), 0)
+    return next((code for name in chosen if (code := _run(name, arguments[1:], quiet=bool(arguments)))), 0)
 
 
-def _run(name: str, arguments: list[str]) -> int:
-    print(f"== {name}", file=sys.stderr, flush=True)
+def _run(name: str, arguments: list[str], *, quiet: bool) -> int:
+    if not quiet:
+        print(f"== {name}", file=sys.stderr, flush=True)
     return subprocess.run([sys.executable, "-m", f"bench.{name}", *arguments], check=False).returncode
 
 

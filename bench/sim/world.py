@@ -8,7 +8,7 @@ ours reserves before it sends, and may keep a request waiting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from bench.sim.profile import Profile
 from bench.sim.store import Store
 from bench.sim.trace import Entry, TraceKeys
 from bench.sim.worker import Job, Prefilled, Worker
+from router.admission import Admission, Ask
+from router.admission import Config as AdmissionConfig
 from router.index import NO_HIT, PrefixIndex
 from router.ledger import Demand, Ledger
 from router.policies import Policy
@@ -92,9 +94,7 @@ class _Flight:
 class Counts:
     decisions: int = 0
     locals: int = 0
-    waits: int = 0
     moved_bytes: float = 0.0
-    step_errors: list[float] = field(default_factory=list)
 
 
 class World:
@@ -113,8 +113,7 @@ class World:
         self._views: list[WorkerView] = []
         self.workers: dict[str, Worker] = {}
         self._flights: dict[int, _Flight] = {}
-        self._waiting: list[_Flight] = []
-        self._pulse: set[str] = set()
+        self._admission = Admission(AdmissionConfig(max_waiting=1 << 30))
         self._build(fleet)
 
     # --- the fleet ----------------------------------------------------------------------------------------------
@@ -186,10 +185,9 @@ class World:
         )
         flight = _Flight(job, keys, outcome, request)
         self._flights[number] = flight
-        if (self._waiting and self._reserving) or not self._try(flight):
-            self._waiting.append(flight)
-            self._waiting.sort(key=_due)
-            self.counts.waits += 1
+        goal = now + request.ttft_goal_s
+        self._admission.enter(Ask(request.request_id, "", now, goal, float("inf")), now)
+        self._look_again()
 
     def _try(self, flight: _Flight) -> bool:
         """Choose, book and send; False: it has to wait."""
@@ -251,10 +249,14 @@ class World:
             self.workers[placed.decode].expect(job)
 
     def _look_again(self) -> None:
-        while self._waiting:
-            if not self._try(self._waiting[0]):
+        """Place who is next, until somebody has to wait."""
+        while (ask := self._admission.head(self.agenda.now)) is not None:
+            flight = self._flights[int(ask.request_id)]
+            if not self._try(flight):
                 return
-            self._waiting.pop(0)
+            self._admission.start(ask.request_id, self.agenda.now)
+            if flight.outcome.failed:
+                self._admission.over(ask.request_id)
 
     # --- what workers say ---------------------------------------------------------------------------------------
 
@@ -340,6 +342,7 @@ class World:
         outcome.tpot_s = (job.last - job.first) / (job.output - 1) if job.output > 1 else 0.0
         self.speeds.output.learn(job.tokens, job.output)
         self._ledger.release_all(flight.request.request_id, (1,), self.agenda.now)
+        self._admission.over(flight.request.request_id)
         del self._flights[job.number]
         self._settle_soon()
 
@@ -356,17 +359,16 @@ class World:
 
     def _settle_soon(self) -> None:
         """Room may have come: whoever waits is looked at after what happens now."""
-        if self._waiting:
+        if len(self._admission):
             self.agenda.at(self.agenda.now, self._look_again)
 
     def check(self) -> None:
         """Assert that everything was given back. Raises AssertionError."""
         assert not self._flights
         assert len(self._ledger) == 0, "a booking was left behind"
+        assert not len(self._admission)
+        assert not self._admission.running
+        self._admission.check()
         self._ledger.check()
         for worker in self.workers.values():
             worker.check_idle()
-
-
-def _due(flight: _Flight) -> float:
-    return flight.request.arrived + flight.request.ttft_goal_s

@@ -1,0 +1,262 @@
+"""Replay a trace against a simulated fleet under several routing policies, in virtual time.
+
+    pdserve bench replay TRACE[.gz] --sim PROFILE --virtual-clock --prefill 16 --decode 16 \\
+        --policies round_robin,predicted,dynamo,sgl --requests 1500 --load 0.8 --seed 1 [--json]
+
+TRACE: Mooncake's JSON lines or Azure's CSV. Objective: TTFT <= 2 s + 1 s per 8K prompt tokens and mean TPOT <= 50 ms;
+goodput: share of requests that meet both; capacity: the highest rate with goodput >= 0.9 under least_load; --load is a
+share of it (several, separated by commas, without --json); --rate or --speedup say the rate instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bench.sim.experiment import POLICIES, Experiment, Setting
+from runtime.errors import InvalidRequest, PdserveError
+
+SHIPPED = Path(__file__).parent / "data" / "mooncake_conversation_trace.jsonl.gz"
+
+Report = Callable[[str, float], None]
+PLOTTED = (
+    ("ttft_mean", "mean TTFT (s)"),
+    ("ttft_p99", "TTFT p99 (s)"),
+    ("goodput", "goodput"),
+    ("hit_rate", "hit rate"),
+)
+
+
+def cache_folder() -> Path:
+    """Where capacities are remembered."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "pdserve" / "bench"
+
+
+def rates(
+    experiment: Experiment, loads: list[float], rate: float, speedup: float, cache: Path | None, report: Report
+) -> tuple[float | None, list[tuple[float | None, float]]]:
+    """(capacity, [(load, requests per second)]). Only a load needs the capacity."""
+    if rate:
+        return None, [(None, rate)]
+    if speedup:
+        return None, [(None, experiment.native_rate * speedup)]
+    capacity = experiment.capacity(cache, report)
+    return capacity, [(load, load * capacity) for load in loads]
+
+
+def study(
+    experiment: Experiment, policies: list[str], at: list[tuple[float | None, float]], report: Report
+) -> list[dict[str, dict[str, Any]]]:
+    """One {policy: figures} per rate."""
+    results = []
+    total = len(at) * len(policies)
+    for index, (_, rate) in enumerate(at):
+        figures = {}
+        for place, policy in enumerate(policies):
+            report(f"{policy} at {rate:.2f} requests/s", (index * len(policies) + place) / total)
+            figures[policy] = experiment.measure(policy, rate)
+        results.append(figures)
+    return results
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Report]:
+    """On stderr, on a terminal only; nothing at all when quiet."""
+    if quiet:
+        yield lambda text, share: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=1.0)
+        yield lambda text, share: bar.update(task, description=text, completed=share)
+
+
+def table(title: str, figures: dict[str, dict[str, Any]]) -> Table:
+    shown = Table(title=title, title_justify="left")
+    heads = (
+        "policy",
+        "TTFT mean",
+        "p50",
+        "p99",
+        "TPOT mean",
+        "goodput",
+        "hit rate",
+        "spread",
+        "local",
+        "failed",
+        "error",
+    )
+    for name in heads:
+        shown.add_column(name, justify="left" if name == "policy" else "right")
+    for policy, row in figures.items():
+        error = row["prediction_error_median"]
+        shown.add_row(
+            policy,
+            f"{row['ttft_mean']:.3f} s",
+            f"{row['ttft_p50']:.3f}",
+            f"{row['ttft_p99']:.2f}",
+            f"{1000 * row['tpot_mean']:.1f} ms",
+            f"{row['goodput']:.3f}",
+            f"{row['hit_rate']:.3f}",
+            f"{row['load_spread']:.2f}",
+            str(row["local"]),
+            str(row["failed"]),
+            "-" if error is None else f"{100 * error:.0f} %",
+        )
+    return shown
+
+
+def plot(file: Path, at: list[tuple[float | None, float]], results: list[dict[str, dict[str, Any]]]) -> None:
+    """One picture: bars for one rate, curves for several. Raises InvalidRequest when matplotlib is not there."""
+    try:
+        import matplotlib
+    except ImportError as exc:
+        raise InvalidRequest("plots need matplotlib (pip install 'pdserve[dev]')", field="plot") from exc
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7))
+    names = list(results[0])
+    for axis, (key, label) in zip(axes.flat, PLOTTED, strict=True):
+        if len(at) == 1:
+            axis.bar(names, [results[0][name][key] for name in names])
+            axis.tick_params(axis="x", rotation=30)
+        else:
+            x = [load if load is not None else rate for load, rate in at]
+            for name in names:
+                axis.plot(x, [figures[name][key] for figures in results], marker="o", label=name)
+            axis.set_xlabel("load (share of least_load's capacity)")
+        axis.set_title(label)
+        if key.startswith("ttft"):
+            axis.set_yscale("log")
+    if len(at) > 1:
+        axes.flat[0].legend()
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def _names(_: click.Context, __: click.Parameter, value: str) -> list[str]:
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    unknown = [name for name in names if name not in POLICIES]
+    if unknown or not names:
+        raise click.BadParameter(f"{', '.join(unknown) or 'nothing'}: known are {', '.join(POLICIES)}")
+    return list(dict.fromkeys(names))
+
+
+def _loads(_: click.Context, __: click.Parameter, value: str) -> list[float]:
+    try:
+        loads = [float(part) for part in value.split(",")]
+    except ValueError as exc:
+        raise click.BadParameter("numbers, separated by commas") from exc
+    if any(not 0 < load < 100 for load in loads):
+        raise click.BadParameter("a load is a share of the capacity, more than 0")
+    return loads
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False), default=str(SHIPPED))
+@click.option(
+    "--sim", "profile", default="sim-h100-8b", show_default=True, help="profile: a YAML file or a shipped name"
+)
+@click.option("--virtual-clock/--wall-clock", default=True, help="in simulated time (the only way here)")
+@click.option("--prefill", default=16, show_default=True, type=click.IntRange(1, 4096))
+@click.option("--decode", default=16, show_default=True, type=click.IntRange(1, 4096))
+@click.option("--policies", default="round_robin,predicted,dynamo,sgl", show_default=True, callback=_names)
+@click.option("--requests", default=1500, show_default=True, type=click.IntRange(1))
+@click.option("--load", "loads", default="0.8", show_default=True, callback=_loads)
+@click.option("--rate", default=0.0, type=click.FloatRange(0), help="requests per second, instead of --load")
+@click.option("--speedup", default=0.0, type=click.FloatRange(0), help="times the trace's own speed, instead of --load")
+@click.option("--seed", default=1, show_default=True, type=click.IntRange(0))
+@click.option("--unit-tokens", default=256, show_default=True, help="grid of the simulated pools: 16 to 256")
+@click.option("--cache-dir", type=click.Path(file_okay=False), help="where capacities are remembered")
+@click.option("--no-cache", is_flag=True, help="find the capacity again")
+@click.option("--plot", "picture", type=click.Path(dir_okay=False), help="PNG  [replay.png, not with --json]")
+@click.option("--json", "as_json", is_flag=True, help="one JSON object and nothing else")
+def main(
+    trace: str,
+    profile: str,
+    virtual_clock: bool,
+    prefill: int,
+    decode: int,
+    policies: list[str],
+    requests: int,
+    loads: list[float],
+    rate: float,
+    speedup: float,
+    seed: int,
+    unit_tokens: int,
+    cache_dir: str | None,
+    no_cache: bool,
+    picture: str | None,
+    as_json: bool,
+) -> None:
+    if not virtual_clock:
+        raise click.UsageError(
+            "a replay runs on the virtual clock; for real time use `pdserve up --sim` and a load generator"
+        )
+    if as_json and len(loads) > 1:
+        raise click.UsageError("--json prints one object: give one --load")
+    cache = None if no_cache else Path(cache_dir) if cache_dir else cache_folder()
+    setting = Setting(str(Path(trace).resolve()), profile, prefill, decode, requests, seed, unit_tokens)
+    with progress_bar(quiet=as_json) as report:
+        experiment = Experiment(setting)
+        capacity, at = rates(experiment, loads, rate, speedup, cache, report)
+        results = study(experiment, policies, at, report)
+    config = {
+        "trace": Path(trace).name,
+        "profile": experiment.profile.name,
+        "prefill": prefill,
+        "decode": decode,
+        "requests": len(experiment.entries),
+        "seed": seed,
+        "unit_tokens": unit_tokens,
+        "capacity_requests_per_s": capacity,
+        "load": at[0][0],
+        "rate_requests_per_s": at[0][1],
+        "speedup": at[0][1] / experiment.native_rate,
+        "virtual_clock": True,
+        "objective": {"ttft_s": 2.0, "ttft_s_per_8k": 1.0, "tpot_s": 0.05},
+    }
+    if as_json:
+        print(json.dumps({"policies": results[0], "config": config}))
+        if picture:
+            plot(Path(picture), at, results)
+        return
+    console = Console()
+    for (load, per_s), figures in zip(at, results, strict=True):
+        share = "" if load is None else f", {100 * load:.0f} % of capacity"
+        title = f"{experiment.profile.name} {prefill}P{decode}D, seed {seed}: {per_s:.2f} requests/s{share}"
+        console.print(table(title, figures))
+    file = Path(picture or "replay.png")
+    plot(file, at, results)
+    console.print(f"plots: {file}", highlight=False)
+
+
+def run() -> int:
+    """Errors of ours become one line and a status, as in the rest of the command line."""
+    try:
+        main(standalone_mode=True)
+    except PdserveError as error:
+        print(f"pdserve: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidRequest) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())
