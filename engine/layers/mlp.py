@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.moe import Activation, experts_mlp, route_sigmoid
+from engine.kernels.moe import Activation, experts_mlp, route_sigmoid, route_softmax
 from engine.layers.batch import StepBatch
 from engine.layers.linear import Linear
 from engine.layers.params import Params
@@ -25,6 +25,10 @@ class GatedMlp:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
         """x [T, hidden] normed input -> residual + output."""
         return self._down.add_to(residual, self._activation(self._gate_up(x)))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """The output alone."""
+        return self._down(self._activation(self._gate_up(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,30 @@ class SigmoidMoe:
         )
         routed = experts_mlp(x, weights, experts, self._up, self._down, c.activation, min_rows=step.min_rows)
         return residual + routed if self._shared is None else self._shared(x, residual + routed, step)
+
+
+class SoftmaxMoe:
+    """Softmax routing (Qwen); one shared expert, weighted by a gate of its own."""
+
+    def __init__(self, config: MoeConfig, params: Params) -> None:
+        c = config
+        self._config = config
+        self._router = Linear(params.get("gate.weight", c.experts, c.hidden))
+        self._up, self._down = expert_weights(params, c.experts, c.hidden, c.inner)
+        self._shared = None
+        if c.shared:
+            opener = Linear(params.get("shared_expert_gate.weight", 1, c.hidden))
+            self._shared = (opener, GatedMlp(c.hidden, c.shared, params.under("shared_expert."), c.activation))
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
+        """x [T, hidden] normed input -> residual + output."""
+        c = self._config
+        weights, experts = route_softmax(self._router(x), c.top_k, renormalise=c.renormalise, scaling=c.scaling)
+        routed = experts_mlp(x, weights, experts, self._up, self._down, c.activation, min_rows=step.min_rows)
+        if self._shared is None:
+            return residual + routed
+        opener, expert = self._shared
+        return residual + routed + torch.sigmoid(opener(x)) * expert.inner(x)
 
 
 def expert_weights(params: Params, experts: int, hidden: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:

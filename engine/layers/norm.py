@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from engine.kernels.norms import rms_norm
+
 
 class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
@@ -15,3 +17,15 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., width] -> same shape and type."""
         return F.rms_norm(x, self._shape, self.weight, self._eps)
+
+
+class ZeroCentredNorm:
+    """RMSNorm whose weight is stored less one (Qwen3-Next and later)."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight = weight
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., width] -> same shape and type."""
+        return rms_norm(x, self._weight, self._eps, plus_one=True)

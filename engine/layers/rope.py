@@ -39,21 +39,26 @@ class RopeConfig:
     truncate: bool = True
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RopeConfig:
-        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). Raises Unsupported."""
+    def from_hf(cls, config: Mapping[str, Any], head_dim: int, *, partial: bool = False) -> RopeConfig:
+        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). Raises Unsupported.
+
+        partial: the model can rotate the first `partial_rotary_factor` of a head only; head_dim of the result is what
+        is rotated.
+        """
         raw: dict[str, Any] = dict(config.get("rope_scaling") or {})
         raw.update(config.get("rope_parameters") or {})
         kind = str(raw.get("rope_type") or raw.get("type") or "default")
         if kind not in _FREQUENCIES:
             raise Unsupported(f"rope scaling {kind!r} is not supported", field="rope_scaling")
-        if float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        share = float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+        if share != 1.0 and not partial:
             raise Unsupported("partial rotary embeddings are not supported", field="partial_rotary_factor")
         context = int(config.get("max_position_embeddings") or 2048)
         original = int(raw.get("original_max_position_embeddings") or context)
         factor = raw.get("factor")
         return cls(
             theta=float(raw.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            head_dim=head_dim,
+            head_dim=int(head_dim * share),
             kind=kind,
             factor=float(factor) if factor is not None else context / original,
             original_len=original,

@@ -11,6 +11,7 @@ from engine.layers.batch import StepBatch
 from engine.layers.pools import Groups, Pools
 from engine.models.kimi_linear import KimiLinearConfig, KimiLinearModel
 from engine.models.llama import LlamaConfig, LlamaModel
+from engine.models.qwen3_next import Qwen3NextConfig, Qwen3NextModel
 from engine.weights import WeightSource
 from runtime.errors import Unsupported
 
@@ -30,7 +31,7 @@ class Model(Protocol):
         ...
 
 
-ModelConfig = LlamaConfig | KimiLinearConfig
+ModelConfig = LlamaConfig | KimiLinearConfig | Qwen3NextConfig
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "llama": LlamaConfig.from_hf,
@@ -38,6 +39,11 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "qwen2": LlamaConfig.from_hf,
     "qwen3": LlamaConfig.from_hf,
     "kimi_linear": KimiLinearConfig.from_hf,
+    "qwen3_next": Qwen3NextConfig.from_hf,
+    "qwen3_5": Qwen3NextConfig.from_hf,
+    "qwen3_5_text": Qwen3NextConfig.from_hf,
+    "qwen3_5_moe": Qwen3NextConfig.from_hf,
+    "qwen3_5_moe_text": Qwen3NextConfig.from_hf,
 }
 
 SUPPORTED = tuple(sorted(_READERS))
@@ -66,4 +72,6 @@ def build(
         return LlamaModel(config, source, dtype, device, max_len, progress, compiled=compiled)
     if compiled:
         raise Unsupported("compile is for models of the Llama family", field="compile")
+    if isinstance(config, Qwen3NextConfig):
+        return Qwen3NextModel(config, source, dtype, device, max_len, progress)
     return KimiLinearModel(config, source, dtype, device, max_len, progress)

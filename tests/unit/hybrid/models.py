@@ -51,6 +51,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SPECIAL,
     },
 }
+_QWEN: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 80,
+    "num_hidden_layers": 5,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    **SPECIAL,
+}
+_QWEN_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+CONFIGS["qwen3_next"] = {"model_type": "qwen3_next", **_QWEN, **_QWEN_MOE, "mlp_only_layers": [1]}
+CONFIGS["qwen3_next-biases"] = {**CONFIGS["qwen3_next"], "attention_bias": True, "norm_topk_prob": False}
+CONFIGS["qwen3_5"] = {"model_type": "qwen3_5_text", **_QWEN, "tie_word_embeddings": True}
+CONFIGS["qwen3_5-moe"] = {"model_type": "qwen3_5_moe_text", **_QWEN, **_QWEN_MOE}
 CONFIGS["kimi_linear-query-rank"] = {
     **CONFIGS["kimi_linear"],
     "q_lora_rank": 20,
