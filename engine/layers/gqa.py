@@ -23,7 +23,8 @@ RopeAt = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GqaConfig:
-    """scale: of the scores. normed: q and k have zero-centred norms per head; gated: Wq has a gate beside each head."""
+    """scale: of the scores; multiplier: of the output, before it is added to the residual. normed: q and k have
+    zero-centred norms per head; gated: Wq has a gate beside each head."""
 
     hidden: int
     heads: int
@@ -34,6 +35,7 @@ class GqaConfig:
     normed: bool = False
     gated: bool = False
     bias: bool = False
+    multiplier: float = 1.0
 
     def shape(self, layers: int, dtype: torch.dtype) -> KvShape:
         return KvShape(layers, self.kv_heads, self.head_dim, dtype)
@@ -61,7 +63,10 @@ class Gqa:
         self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch, kv: Kv, rope: RopeAt | None = None
     ) -> torch.Tensor:
         """x [T, hidden] normed input, rope at the step's positions -> residual + output."""
-        return self._out.add_to(residual, self.mixed(x, step, kv, rope))
+        attended = self.mixed(x, step, kv, rope)
+        if self._config.multiplier == 1.0:
+            return self._out.add_to(residual, attended)
+        return residual + self._out(attended) * self._config.multiplier
 
     def mixed(self, x: torch.Tensor, step: StepBatch, kv: Kv, rope: RopeAt | None) -> torch.Tensor:
         """The layer without its output projection: [T, heads * head_dim]."""

@@ -9,6 +9,7 @@ import torch
 
 from engine.layers.batch import StepBatch
 from engine.layers.pools import Groups, Pools
+from engine.models.granite_hybrid import GraniteHybridConfig, GraniteHybridModel
 from engine.models.kimi_linear import KimiLinearConfig, KimiLinearModel
 from engine.models.llama import LlamaConfig, LlamaModel
 from engine.models.qwen3_next import Qwen3NextConfig, Qwen3NextModel
@@ -31,7 +32,7 @@ class Model(Protocol):
         ...
 
 
-ModelConfig = LlamaConfig | KimiLinearConfig | Qwen3NextConfig
+ModelConfig = LlamaConfig | KimiLinearConfig | Qwen3NextConfig | GraniteHybridConfig
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "llama": LlamaConfig.from_hf,
@@ -39,6 +40,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "qwen2": LlamaConfig.from_hf,
     "qwen3": LlamaConfig.from_hf,
     "kimi_linear": KimiLinearConfig.from_hf,
+    "granitemoehybrid": GraniteHybridConfig.from_hf,
     "qwen3_next": Qwen3NextConfig.from_hf,
     "qwen3_5": Qwen3NextConfig.from_hf,
     "qwen3_5_text": Qwen3NextConfig.from_hf,
@@ -72,6 +74,8 @@ def build(
         return LlamaModel(config, source, dtype, device, max_len, progress, compiled=compiled)
     if compiled:
         raise Unsupported("compile is for models of the Llama family", field="compile")
+    if isinstance(config, GraniteHybridConfig):
+        return GraniteHybridModel(config, source, dtype, device, max_len, progress)
     if isinstance(config, Qwen3NextConfig):
         return Qwen3NextModel(config, source, dtype, device, max_len, progress)
     return KimiLinearModel(config, source, dtype, device, max_len, progress)

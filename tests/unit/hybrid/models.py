@@ -79,6 +79,41 @@ CONFIGS["qwen3_next"] = {"model_type": "qwen3_next", **_QWEN, **_QWEN_MOE, "mlp_
 CONFIGS["qwen3_next-biases"] = {**CONFIGS["qwen3_next"], "attention_bias": True, "norm_topk_prob": False}
 CONFIGS["qwen3_5"] = {"model_type": "qwen3_5_text", **_QWEN, "tie_word_embeddings": True}
 CONFIGS["qwen3_5-moe"] = {"model_type": "qwen3_5_moe_text", **_QWEN, **_QWEN_MOE}
+CONFIGS["granitemoehybrid"] = {
+    "model_type": "granitemoehybrid",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "shared_intermediate_size": 40,
+    "num_hidden_layers": 5,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_d_conv": 4,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": True,
+    "time_step_limit": (0.01, 0.9),
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+    "max_position_embeddings": 2048,
+    **SPECIAL,
+}
+CONFIGS["granitemoehybrid-rope"] = {
+    **CONFIGS["granitemoehybrid"],
+    "position_embedding_type": "rope",
+    "num_local_experts": 0,
+    "attention_bias": True,
+    "mamba_proj_bias": False,
+    "tie_word_embeddings": True,
+}
 CONFIGS["kimi_linear-query-rank"] = {
     **CONFIGS["kimi_linear"],
     "q_lora_rank": 20,
