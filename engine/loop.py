@@ -36,6 +36,9 @@ from engine.runner_api import ModelSpec, RowsFailed, Runner
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Request
 from engine.states import StateCache
+from engine.tiers.build import make_tiers
+from engine.tiers.pool import Copier
+from engine.tiers.work import Lane
 from kvtransfer.types import PAGE_TOKENS, First, LegKey, Region
 from runtime.clock import Clock
 from runtime.config import Config
@@ -71,7 +74,16 @@ class EngineSpec:
 class Engine:
     """Implements engine.api.EnginePort over a runner, whose pools it allocates. Made stopped; start() runs it."""
 
-    def __init__(self, runner: Runner, spec: EngineSpec, config: Config, clock: Clock) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        spec: EngineSpec,
+        config: Config,
+        clock: Clock,
+        lane: Lane | None = None,
+        copier: Copier | None = None,
+    ) -> None:
+        """lane: runs the copies between tiers instead of a thread (tests). copier: for pools outside host memory."""
         self.spec = spec
         self.model = runner.spec()
         self._runner = runner
@@ -87,6 +99,20 @@ class Engine:
             states = StateCache(self.cache, self.pages, self.slots, self.model.slot_bytes, self.model.page_bytes)
         kept = Checkpoints(config.state_interval_tokens, config.state_junctions, config.state_ends)
         memory = Memory(self.pages, self.slots, self.cache, self._ledger, config.headroom_tokens, states, kept)
+        below = make_tiers(
+            config,
+            self.model,
+            runner.regions(),
+            self.pages,
+            self.slots,
+            self.cache,
+            news=self._poke,
+            now=clock.monotonic,
+            lane=lane,
+            copier=copier,
+        )
+        self.tiers = memory.tiers = below[0] if below is not None else None
+        self._host = below[1] if below is not None else None
         self.states = states
         self._scheduler = Scheduler(limits, memory)
         self._max_queued = config.max_queued_requests
@@ -119,6 +145,8 @@ class Engine:
             self._end_all(WorkerLost("the worker is stopping"))
         else:
             self._thread.join()
+        if self.tiers is not None:
+            self.tiers.close()
 
     @property
     def dead(self) -> bool:
@@ -128,6 +156,10 @@ class Engine:
     def regions(self) -> tuple[Region, ...]:
         """The pools, as the transport registers them."""
         return self._runner.regions()
+
+    def host_regions(self) -> tuple[Region, ...]:
+        """The host tier's pools, if there is one: registered as well, so that peers may be let in."""
+        return self._host.regions if self._host is not None else ()
 
     # --- EnginePort -------------------------------------------------------------------------------------------------
 
@@ -235,6 +267,7 @@ class Engine:
             self._poked = False
 
     def _run(self, plan: StepPlan) -> None:
+        started = self._clock.monotonic()
         try:
             result = self._runner.run(plan)
         except RowsFailed as failure:
@@ -247,7 +280,15 @@ class Engine:
                 raise
         else:
             self._faults = 0
-            self._scheduler.apply(result, self._clock.monotonic())
+            now = self._clock.monotonic()
+            self._measure(plan, now - started)
+            self._scheduler.apply(result, now)
+
+    def _measure(self, plan: StepPlan, seconds: float) -> None:
+        """What a prefill costs here, for the choice between fetching and computing."""
+        tokens = sum(len(row.tokens) for row in plan.rows if not row.is_decode)
+        if self.tiers is not None and tokens >= PAGE_TOKENS:
+            self.tiers.costs.prefill.saw(tokens, seconds)
 
     def _end_all(self, error: PdserveError) -> None:
         with self._wake:
@@ -339,6 +380,8 @@ class Engine:
             assert pool.referenced == 0, f"{pool.referenced} pages or slots are still held"
         self.cache.check()
         self._scheduler.check_states()
+        if self.tiers is not None:
+            self.tiers.check_empty()
 
 
 def _terminal(event: Event) -> bool:

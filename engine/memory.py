@@ -13,6 +13,8 @@ from engine.prefix_cache import PrefixCache
 from engine.reservations import Ledger
 from engine.sequence import Phase, Sequence, usable_hit
 from engine.states import Match, State, StateCache, checkpoint_lengths
+from engine.tiers.index import Entry
+from engine.tiers.tiers import Tiers
 from kvtransfer.types import PAGE_TOKENS
 
 
@@ -35,6 +37,7 @@ class _Claim:
     hit: list[int]
     fresh: int
     slots: int
+    below: list[Entry]  # what follows the hit on the host
 
     @property
     def start(self) -> int:
@@ -44,7 +47,7 @@ class _Claim:
 
 @dataclass(slots=True)
 class Memory:
-    """states: of a model whose sequences own one slot each, else None."""
+    """states: of a model whose sequences own one slot each, else None. tiers: memory below this, if there is any."""
 
     pages: PagePool
     slots: SlotPool
@@ -53,6 +56,7 @@ class Memory:
     headroom_tokens: int
     states: StateCache | None = None
     checkpoints: Checkpoints = Checkpoints()
+    tiers: Tiers | None = None
 
     @property
     def has_state(self) -> bool:
@@ -64,8 +68,11 @@ class Memory:
 
         Bookings of requests not yet here are respected, other waiting requests are not (they are served in order).
         """
+        swapped = self.tiers.swapped(seq.id) if self.tiers else None
+        if swapped is not None and not swapped.saved:
+            return None
         with self.pages.lock:
-            claim = self._claim(seq, use_cache)
+            claim = self._claim(seq, use_cache and swapped is None)
             if not self._fits(claim):
                 # A state to copy from is one slot and maybe one page more. With nothing left to wait for, do without.
                 if claim.match.state is None or self.slots.referenced:
@@ -73,6 +80,8 @@ class Memory:
                 claim = self._claim(seq, use_cache=False)
                 if not self._fits(claim):
                     return None
+            if self.tiers and not self.tiers.make_room(claim.fresh - self.pages.free, claim.hit):
+                return None
             self.pages.share(claim.hit)
             if claim.match.state is not None:
                 self._resume(seq, claim.match.state)
@@ -81,7 +90,23 @@ class Memory:
         assert new is not None
         assert new_slots is not None
         self._give(seq, claim, new, new_slots)
+        if self.tiers and swapped is not None:
+            self.tiers.swap_in(seq.id, seq.pages[: len(swapped.pages)], seq.slot)
+        elif self.tiers and claim.below:
+            self.tiers.load(seq.id, claim.start, claim.below, seq.pages[len(claim.hit) :][: len(claim.below)])
+        if self.tiers and not seq.lost:
+            keys = seq.hasher.page_keys(seq.tokens)
+            self.tiers.sightings.asked(keys[: seq.request.spec.prompt_len // PAGE_TOKENS])
         return claim.start
+
+    def loading(self, seq: Sequence) -> bool:
+        """Its pages are on their way up: it owns all it needs, and cannot run before loaded()."""
+        return self.tiers is not None and self.tiers.busy(seq.id)
+
+    def loaded(self, seq: Sequence, computed: int) -> None:
+        """As many of its tokens are in its pages (and state) now."""
+        seq.computed = computed
+        self.publish(seq)
 
     def _claim(self, seq: Sequence, use_cache: bool) -> _Claim:
         own = seq.own_pages(self.headroom_tokens)
@@ -91,7 +116,13 @@ class Memory:
         replayed = self.states is not None and not seq.request.remote
         hit = match.pages[: match.resumed // PAGE_TOKENS] if replayed else match.pages
         fresh = own - len(hit) + (seq.rows - 1) * forked
-        return _Claim(match, hit, fresh, seq.rows if self.states is not None else 0)
+        below = self._below(seq, len(hit)) if use_cache and not replayed else []
+        return _Claim(match, hit, fresh, seq.rows if self.states is not None else 0, below)
+
+    def _below(self, seq: Sequence, held: int) -> list[Entry]:
+        if self.tiers is None:
+            return []
+        return self.tiers.find(seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))], held)
 
     def _match(self, seq: Sequence) -> Match:
         keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))]
@@ -151,6 +182,8 @@ class Memory:
         if seq.computed // PAGE_TOKENS > seq.published:
             keys = seq.full_keys()
             self.cache.publish(keys, seq.pages, seq.published)
+            if self.tiers is not None:
+                self.tiers.sightings.written(keys, seq.published, seq.request.spec.prompt_len)
             seq.published = len(keys)
 
     def checkpoint_slots(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
@@ -234,8 +267,20 @@ class Memory:
         self.slots.release(seq.spare_slots)
         seq.spare, seq.spare_slots = [], []
 
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's memory. Its bytes are kept below where that beats computing them again."""
+        seq.lost = max(seq.lost, seq.computed)
+        if self.tiers is not None and not seq.pending:
+            self.tiers.swap_out(seq.id, seq.computed, seq.pages[: pages_for(seq.computed)], seq.slot)
+        self._give_up(seq)
+
     def release(self, seq: Sequence) -> None:
         """Give back every count of a sequence. Counts of leases and landings live on."""
+        if self.tiers is not None:
+            self.tiers.forget(seq.id)
+        self._give_up(seq)
+
+    def _give_up(self, seq: Sequence) -> None:
         self.drop_spares(seq)
         for pool, copy in seq.pending:
             pool.release([copy.source])

@@ -79,7 +79,7 @@ class Scheduler:
     def start(self, key: LegKey, first: Seq[First], now: float) -> None:
         """The pages of a loading request are there and verified. Ignored when it is not loading (any more)."""
         request = self._requests.get(key)
-        if request is None or request.sequences[0].phase is not Phase.LOADING:
+        if request is None or request.sequences[0].phase is not Phase.LOADING or request.admitted < 0:
             return
         firsts = sorted(first, key=lambda f: f.choice)
         if tuple(f.choice for f in firsts) != request.choices():
@@ -158,8 +158,12 @@ class Scheduler:
         """The next step, or None when nothing can run now."""
         assert not self._in_flight, "the last step has not landed"
         self._expire(now)
+        self._take_loaded(now)
         stalled = self._grow()
         self._admit(now)
+        self._take_loaded(now)
+        if self.memory.tiers is not None:
+            self.memory.tiers.store()
         decoding = [seq for seq in self._running if seq.phase is Phase.RUNNING and seq.decoding]
         rows = [self._row(seq, len(seq.tokens)) for seq in decoding if seq.id not in stalled]
         rows += self._chunks(len(rows))
@@ -220,22 +224,23 @@ class Scheduler:
     def _grow(self) -> set[int]:
         """Make room for every decode's token; ids of those that must wait for it."""
         wanting = [seq for seq in self._running if seq.phase is Phase.RUNNING and seq.decoding]
-        wanting.sort(key=lambda seq: seq.order)
+        wanting.sort(key=_rank)
         return {seq.id for seq in wanting if seq.phase is Phase.RUNNING and not self._room(seq)}
 
     def _room(self, seq: Sequence) -> bool:
         """A page for the next token, from the pool or from whoever came last. That one waits for a page instead of
         giving itself up: everybody before it can still take its pages."""
         while not self.memory.grow(seq):
-            victim = max(filter(_preemptable, self._running), key=lambda s: s.order)
-            if victim is seq:
+            victim = max(filter(_preemptable, self._running), key=_rank)
+            if victim is seq or (self.memory.tiers is not None and self.memory.tiers.holds_pages):
                 return False
             self._preempt(victim)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        seq.lost = max(seq.lost, seq.computed)
-        self.memory.release(seq)
+        self.memory.preempt(seq)
+        if self.memory.tiers is not None:
+            self.memory.tiers.poll()
         self._enqueue(seq)
         self._sweep()
 
@@ -265,8 +270,21 @@ class Scheduler:
         cached = self.memory.admit(seq, self._may_use_cache(seq.request))
         if cached is None:
             return False
-        self._admitted(seq, cached, now)
+        if self.memory.loading(seq):
+            seq.phase = Phase.LOADING
+        else:
+            self._admitted(seq, cached, now)
         return True
+
+    def _take_loaded(self, now: float) -> None:
+        """Requests whose pages have come up from a lower tier run from here on, whoever waits in front of the queue."""
+        if self.memory.tiers is None:
+            return
+        self.memory.tiers.poll()
+        for loaded in self.memory.tiers.take_loaded():
+            seq = next(s for s in self._running if s.id == loaded.seq)
+            self.memory.loaded(seq, loaded.computed)
+            self._admitted(seq, loaded.computed, now)
 
     def _may_use_cache(self, request: Request) -> bool:
         """Positions whose log-probabilities are wanted must be run."""
@@ -392,6 +410,11 @@ class Scheduler:
             self.memory.states.check()
             owned = {seq.slot for seq in self._running} | {s for seq in self._running for s in seq.spare_slots}
             assert not owned & self.memory.states.slots(), "a mutable slot in the cache"
+
+
+def _rank(seq: Sequence) -> tuple[int, int, int, tuple[int, int, int]]:
+    """Who gives way: the last in this order. Earlier deadlines go first (to the second), then who would lose more."""
+    return (seq.request.spec.priority, int(seq.request.spec.deadline), -seq.computed, seq.order)
 
 
 def _preemptable(seq: Sequence) -> bool:

@@ -108,6 +108,11 @@ class WorkerAdmin(worker_pb2_grpc.WorkerServicer):
         keys, states = snapshot.keys, snapshot.states
         pieces = [[_event(True, keys[i : i + KEYS_PER_BATCH])] for i in range(0, len(keys), KEYS_PER_BATCH)]
         ready = [_event(True, (key,), length) for key, length in states]
+        pieces += [
+            [_event(True, lower[i : i + KEYS_PER_BATCH], tier=tier)]
+            for tier, lower in snapshot.lower
+            for i in range(0, len(lower), KEYS_PER_BATCH)
+        ]
         pieces += [ready[i : i + KEYS_PER_BATCH] for i in range(0, len(ready), KEYS_PER_BATCH)]
         pieces = pieces or [[]]
         return [
@@ -129,16 +134,19 @@ class WorkerAdmin(worker_pb2_grpc.WorkerServicer):
             if not batches or room < len(change.keys):
                 batches.append(worker_pb2.CacheEventBatch(first_sequence=change.sequence, epoch=self._epoch))
                 room = KEYS_PER_BATCH
-            batches[-1].events.append(_event(change.stored, change.keys, change.state_length))
+            batches[-1].events.append(_event(change.stored, change.keys, change.state_length, change.tier))
             room -= len(change.keys) + 1
         return batches
 
 
-def _event(stored: bool, keys: Sequence[bytes], state_length: int = 0) -> worker_pb2.CacheEvent:
-    """state_length > 0: of the state after so many tokens, which hangs on the one key; else of pages."""
+def _event(stored: bool, keys: Sequence[bytes], state_length: int = 0, tier: str = "device") -> worker_pb2.CacheEvent:
+    """state_length > 0: of the state after so many tokens, which hangs on the one key; else of pages, which are in
+    `tier` now and nowhere above it."""
     event = worker_pb2.CacheEvent
     if state_length:
         kind = event.KIND_CHECKPOINT_READY if stored else event.KIND_CHECKPOINT_REMOVED
+    elif stored:
+        kind = event.KIND_STORED if tier == "device" else event.KIND_TIER_CHANGED
     else:
-        kind = event.KIND_STORED if stored else event.KIND_REMOVED
-    return event(kind=kind, page_keys=keys, tier="device", state_length=state_length)
+        kind = event.KIND_REMOVED
+    return event(kind=kind, page_keys=keys, tier=tier, state_length=state_length)

@@ -85,7 +85,7 @@ class Parts:
         engine = await asyncio.to_thread(Engine, runner, EngineSpec.of(model, config), config, clock)
         layout = Layout(model.components, files.fingerprint(), config.chunk_tokens)
         transport = make_transport(config, Incarnation(identity.worker_id, 0, identity.epoch))
-        agent = await transport.start(engine.regions())
+        agent = await transport.start((*engine.regions(), *engine.host_regions()))
         rank = Rank(agent.name, agent.metadata, engine.regions())
         local = LocalRank(rank, transport, wsum64)
         mint = TicketMint(identity.worker_id, identity.epoch, fingerprint(layout))

@@ -58,6 +58,17 @@ class Config(BaseSettings):
     transport: Literal["nixl", "inprocess"] = "nixl"
     max_queued_requests: int = Field(256, gt=0)
 
+    # the host tier: pages go down before they are dropped, and come up on a hit when that beats computing them
+    host_pool_bytes: int = Field(0, ge=0)  # 0 = from host_pool_tokens
+    host_pool_tokens: int = Field(0, ge=0)  # both 0 = no host tier
+    host_store: Literal["all", "prompt"] = "all"  # prompt: pages with generated tokens are not kept
+    host_store_after: int = Field(1, ge=1)  # a page is kept at its so-maniest sighting
+    host_tokens_per_request: int = Field(0, ge=0)  # kept of one request, from its beginning; 0 = all
+    host_evict: Literal["lru", "flops"] = "lru"  # flops: weigh what a page saves against when it was used
+    host_queue_pages: int = Field(64, gt=0)  # on their way down at most; beyond that pages are dropped
+    host_poison: bool = False  # for tests: what has gone down is overwritten on the device
+    swap: bool = True  # with a host tier: running requests go down under pressure instead of being computed again
+
     # hand-off
     lease_s: float = Field(10.0, gt=0)
     lease_margin_s: float = Field(1.0, gt=0)

@@ -1,0 +1,1 @@
+"""Memory below the device pool: pages and states move down under pressure and up again when somebody wants them."""

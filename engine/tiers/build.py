@@ -1,0 +1,76 @@
+"""The tiers a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.pages import PagePool, SlotPool
+from engine.prefix_cache import PrefixCache
+from engine.runner_api import ModelSpec
+from engine.tiers.policy import Sightings
+from engine.tiers.pool import Copier, HostPool, Mover, copy_host
+from engine.tiers.tiers import Options, Tiers
+from engine.tiers.work import Lane, Thread
+from kvtransfer.types import PAGE_TOKENS, Region
+from runtime.config import Config
+from runtime.errors import InvalidRequest, Unsupported
+
+SLOT_SHARE = 4
+"""At most one byte in so many of the host pool is for the states of swapped requests."""
+
+
+def make_tiers(
+    config: Config,
+    model: ModelSpec,
+    device: Sequence[Region],
+    pages: PagePool,
+    slots: SlotPool,
+    cache: PrefixCache,
+    news: Callable[[], None],
+    now: Callable[[], float],
+    lane: Lane | None = None,
+    copier: Copier | None = None,
+) -> tuple[Tiers, HostPool] | None:
+    """None when no host pool is configured. copier: for pools that are not in host memory. lane: of a test.
+
+    Raises InvalidRequest (the pool is smaller than a page), Unsupported (device memory and no copier for it).
+    """
+    count, states = host_items(config, model, slots.total)
+    if count == 0:
+        return None
+    if copier is None and any(region.memory != "DRAM" for region in device):
+        raise Unsupported("a host pool needs a copier for this device's memory", field="host_pool_bytes")
+    host = HostPool(model.components, device, count + 1, states + 1 if states else 0)
+    mover = Mover(tuple(model.components), tuple(device), host.regions, copier or copy_host)
+    options = Options(
+        pages=count + 1,
+        slots=states + 1 if states else 0,
+        order=config.host_evict,
+        queue_pages=config.host_queue_pages,
+        swap=config.swap,
+        poison=config.host_poison,
+    )
+    sightings = Sightings(
+        after=config.host_store_after,
+        scope=config.host_store,
+        cap_pages=-(-config.host_tokens_per_request // PAGE_TOKENS),
+        bound=max(1 << 14, 4 * (count + pages.total)),
+    )
+    lane = lane or Thread("host-tier", news)
+    return Tiers(options, sightings, pages, slots, cache, mover, lane, now), host
+
+
+def host_items(config: Config, model: ModelSpec, device_slots: int) -> tuple[int, int]:
+    """Host pages and host slots, the null ones not counted."""
+    budget = config.host_pool_bytes or config.host_pool_tokens // PAGE_TOKENS * model.page_bytes
+    if budget == 0:
+        return 0, 0
+    states = 0
+    if model.has_state:
+        states = min(device_slots, max(1, budget // SLOT_SHARE // model.slot_bytes))
+        if not config.host_pool_bytes:
+            budget += states * model.slot_bytes
+    count = (budget - states * model.slot_bytes) // model.page_bytes
+    if count < 1:
+        raise InvalidRequest("the host pool is smaller than one page", field="host_pool_bytes")
+    return count, states

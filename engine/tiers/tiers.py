@@ -1,0 +1,413 @@
+"""The host tier of one engine: pages down before they are dropped, up again on a hit, and running requests swapped.
+
+Engine thread only; copies run on a lane (work.py) and are concluded in poll(). Ownership while a copy is under way:
+
+| copy     | device page                                | host page                                              |
+|----------|--------------------------------------------|--------------------------------------------------------|
+| store    | held here; afterwards next to be evicted   | allocated here; published when the copy is done        |
+| load     | the request's, and held here               | held here, so that it is not evicted while it is read  |
+| swap out | held here; free when the copy is done      | the swapped request's                                  |
+| swap in  | the request's, and held here               | given back when the copy is done                       |
+
+A failed copy is a miss: what was not loaded is computed. With no room, or too much under way, nothing is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.pages import PageHold, PagePool, SlotPool, hold_both
+from engine.prefix_cache import PrefixCache
+from engine.tiers.cost import Costs
+from engine.tiers.index import Entry, HostIndex
+from engine.tiers.policy import Order, Sightings
+from engine.tiers.pool import Mover, Pair, Sums
+from engine.tiers.stats import Counts
+from engine.tiers.work import Job, Lane, Urgency
+from kvtransfer.types import PAGE_TOKENS
+
+LOOK_AHEAD = 256
+"""Idle device pages, longest unused first, that are kept ready to be dropped."""
+
+QUIET_SHARE = 8
+"""While nobody waits for room, at most one device page in so many is on its way down: they cannot be used meanwhile."""
+
+WAIT_S = 0.25
+"""An admission waits so long for pages to go down before they are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """queue_pages: pages on their way down at most. cap_pages etc.: see policy.Sightings. poison: device pages whose
+    content has gone down are overwritten when they are given up (a test's proof that bytes came back up)."""
+
+    pages: int
+    slots: int = 0
+    order: Order = "lru"
+    queue_pages: int = 64
+    swap: bool = True
+    poison: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Swapped:
+    """A request that was running. computed: tokens in its pages and state. saved: its bytes are on the host."""
+
+    computed: int
+    pages: list[int]
+    slot: int
+    page_sums: list[Sums]
+    slot_sums: list[Sums]
+    saved: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Loading:
+    """base: tokens on the device already; source: what comes up; target: device pages; hold: on those."""
+
+    seq: int
+    base: int
+    pairs: list[Pair]
+    sums: list[Sums]
+    keys: list[bytes]
+    slots: list[Pair]
+    hold: PageHold
+    swapped: Swapped | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """seq has `computed` tokens in its pages now."""
+
+    seq: int
+    computed: int
+
+
+class Tiers:
+    """lane runs the copies. costs.prefill is measured by the engine. now: monotonic seconds."""
+
+    def __init__(
+        self,
+        options: Options,
+        sightings: Sightings,
+        pages: PagePool,
+        slots: SlotPool,
+        cache: PrefixCache,
+        mover: Mover,
+        lane: Lane,
+        now: Callable[[], float],
+    ) -> None:
+        self.options = options
+        self.sightings = sightings
+        self.costs = Costs()
+        self.counts = Counts()
+        self.host = HostIndex(options.pages, options.order, self._left_host, pages.lock)
+        self.host_slots = SlotPool(options.slots)
+        self._pages, self._slots, self._cache = pages, slots, cache
+        self._mover, self._lane = mover, lane
+        self._page_bytes, self._slot_bytes = mover.item_bytes(True), mover.item_bytes(False)
+        self._storing: set[bytes] = set()
+        self._swapped: dict[int, Swapped] = {}
+        self._loading: dict[int, Loading] = {}
+        self._loaded: list[Loaded] = []
+        self._refused: set[bytes] = set()  # their store failed; tried again after one that did not
+        self._ahead: set[bytes] = set()  # device pages stored before anybody needed their room
+        self._tried: set[bytes] = set()  # stores started for the room that is being made
+        self._asked_at: float | None = None  # since when an admission waits for stores
+        self._now = now
+        self._jobs = 0
+        cache.set_lower(self._dropped, lambda: {"host": self.host.keys()})
+
+    # --- every turn -----------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Conclude the copies that have ended."""
+        for job in self._lane.take():
+            self._jobs -= 1
+            job.done(job.result, job.error, job.seconds)
+
+    def take_loaded(self) -> list[Loaded]:
+        """Requests whose load is over, since the last call."""
+        loaded, self._loaded = self._loaded, []
+        return loaded
+
+    @property
+    def idle(self) -> bool:
+        """No copy is under way."""
+        return self._jobs == 0
+
+    def store(self) -> None:
+        """Start copies of idle device pages that would be evicted soon and are wanted below."""
+        if self._pages.free * 2 <= self._pages.total:
+            quiet = max(1, self._pages.total // QUIET_SHARE)
+            self._start_stores(LOOK_AHEAD, frozenset(), min(self.options.queue_pages, quiet), self._ahead)
+
+    def make_room(self, count: int, keep: Collection[int]) -> bool:
+        """Whether the `count` idle pages that are about to be evicted (none of `keep`) may go: their bytes are below,
+        or not wanted there. If not, copies are started, and this is asked again when they are done. Who has waited
+        long enough drops them."""
+        if count <= 0 or self.options.pages == 0:
+            return True
+        left = self._start_stores(count, keep, self.options.queue_pages, self._tried)
+        self.poll()
+        now = self._now()
+        if self._asked_at is None:
+            self._asked_at = now
+        if (left or self._storing) and now - self._asked_at < WAIT_S:
+            return False
+        self._asked_at = None
+        self._tried.clear()
+        return True
+
+    def _start_stores(self, count: int, keep: Collection[int], limit: int, tried: set[bytes]) -> bool:
+        """Store what is wanted of the next `count` pages, as long as no more than `limit` pages are on their way.
+        tried: keys this is not done for again, or a small host would push them out in turn for ever. Whether something
+        was left."""
+        known = (self.host, self._storing, self._refused, tried)
+        batch: list[Entry] = []
+        sources: list[int] = []
+        left = False
+        for page, key, parent in self._cache.oldest(count + len(keep)):
+            if page in keep or any(key in there for there in known) or not self.sightings.wanted(key):
+                continue
+            if len(self._storing) + len(batch) >= limit:
+                left = True
+                break
+            target = self.host.pool.allocate(1)
+            if target is None:
+                self.counts.dropped += 1
+                break
+            batch.append(Entry(key, target[0], parent, self.sightings.depth(key), ()))
+            sources.append(page)
+        if batch:
+            self._store(batch, sources)
+        tried.update(entry.key for entry in batch)
+        return left
+
+    def _store(self, batch: list[Entry], sources: list[int]) -> None:
+        self._pages.share(sources)
+        self._storing.update(entry.key for entry in batch)
+        pairs = list(zip(sources, (entry.page for entry in batch), strict=True))
+
+        def done(sums: list[Sums], error: Exception | None, seconds: float) -> None:
+            self._storing.difference_update(entry.key for entry in batch)
+            self._pages.release_oldest(sources)
+            if error is None:
+                self._copied("down", len(batch) * self._page_bytes, seconds)
+                self._publish(batch, sums)
+                self._refused.clear()
+            else:
+                self.counts.failed += 1
+                self._refused.update(entry.key for entry in batch)
+            self.host.pool.release([entry.page for entry in batch])
+
+        self._submit(Urgency.STORE, lambda: self._mover.save(True, pairs), done)
+
+    def _publish(self, batch: list[Entry], sums: list[Sums]) -> None:
+        """Parents first, so that nothing enters whose parent is nowhere (it was dropped meanwhile)."""
+        for entry, found in sorted(zip(batch, sums, strict=True), key=lambda pair: pair[0].depth):
+            entry.sums = found
+            known = entry.parent is None or entry.parent in self._cache or entry.parent in self.host
+            on_device = entry.key in self._cache
+            if known and self.host.add(entry):
+                self.counts.stored += 1
+                if not on_device:
+                    self._cache.record_lower([entry.key], "host")
+
+    # --- prefix hits ------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes], held: int) -> list[Entry]:
+        """What follows the first `held` of `keys` on the host, when fetching it is faster than computing it."""
+        found = self.host.match(keys, held) if self.options.pages else []
+        tokens = len(found) * PAGE_TOKENS
+        if found and not self.costs.fetch_pays("host", len(found) * self._page_bytes, tokens):
+            self.counts.declined += 1
+            return []
+        return found
+
+    def load(self, seq: int, base: int, entries: Sequence[Entry], targets: Sequence[int]) -> None:
+        """Bring `entries` up into the device pages `targets`, which the request owns. base: tokens before them."""
+        assert seq not in self._loading
+        self.host.pool.share([entry.page for entry in entries])
+        pairs = [(target, entry.page) for target, entry in zip(targets, entries, strict=True)]
+        hold = self._pages.hold([target for target, _ in pairs])
+        loading = Loading(seq, base, pairs, [e.sums for e in entries], [e.key for e in entries], [], hold)
+        self._start_load(loading)
+
+    def busy(self, seq: int) -> bool:
+        """A load of this request is under way."""
+        return seq in self._loading
+
+    def _start_load(self, loading: Loading) -> None:
+        self._loading[loading.seq] = loading
+
+        def run() -> tuple[int, int]:
+            slot_sums = loading.swapped.slot_sums if loading.swapped else []
+            slots = self._mover.load(False, loading.slots, slot_sums) if loading.slots else 0
+            return self._mover.load(True, loading.pairs, loading.sums), slots
+
+        def done(good: tuple[int, int] | None, error: Exception | None, seconds: float) -> None:
+            if error is not None:
+                self.counts.failed += 1
+            elif good != (len(loading.pairs), len(loading.slots)):
+                self.counts.corrupt += 1
+                if good is not None and loading.keys:
+                    self.host.drop(loading.keys[good[0]])
+            self._concluded(loading, good or (0, 0), seconds)
+
+        self._submit(Urgency.LOAD, run, done)
+
+    def _concluded(self, loading: Loading, good: tuple[int, int], seconds: float) -> None:
+        pages, slots = good
+        self._copied("up", pages * self._page_bytes + slots * self._slot_bytes, seconds)
+        if loading.swapped is None:
+            self.host.pool.release([host for _, host in loading.pairs])
+            self.counts.hit_pages += pages
+        else:
+            self._give_back(loading.swapped)
+        loading.hold.release()
+        if self._loading.get(loading.seq) is loading:
+            del self._loading[loading.seq]
+            self._loaded.append(Loaded(loading.seq, self._computed(loading, pages, slots)))
+
+    @staticmethod
+    def _computed(loading: Loading, pages: int, slots: int) -> int:
+        if loading.swapped is None:
+            return loading.base + pages * PAGE_TOKENS
+        whole = pages == len(loading.pairs) and slots == len(loading.slots)
+        return loading.swapped.computed if whole else 0
+
+    # --- swapping running requests ------------------------------------------------------------------------------------
+
+    def swap_out(self, seq: int, computed: int, pages: Sequence[int], slot: int) -> bool:
+        """Copy a running request's pages and slot down; the caller gives back its own counts right after. False: no
+        room, or computing again costs less. Then nothing changes."""
+        if not self.options.swap or not self.options.pages or not computed:
+            return False
+        nbytes = len(pages) * self._page_bytes + (self._slot_bytes if slot else 0)
+        if not self.costs.swap_pays(nbytes, computed):
+            self.counts.declined += 1
+            return False
+        targets = self.host.pool.allocate(len(pages))
+        slots = self.host_slots.allocate(1 if slot else 0)
+        if targets is None or slots is None:
+            self.host.pool.release(targets or [])
+            self.host_slots.release(slots or [])
+            self.counts.dropped += 1
+            return False
+        swapped = Swapped(computed, targets, slots[0] if slots else 0, [], [])
+        self._swapped[seq] = swapped
+        self.counts.swapped_out += 1
+        self._save(swapped, list(pages), slot, nbytes)
+        return True
+
+    def _save(self, swapped: Swapped, pages: list[int], slot: int, nbytes: int) -> None:
+        hold = hold_both(self._pages, pages, self._slots, [slot] if slot else [])
+        pairs = list(zip(pages, swapped.pages, strict=True))
+        slots = [(slot, swapped.slot)] if slot else []
+
+        def run() -> tuple[list[Sums], list[Sums]]:
+            return self._mover.save(True, pairs), self._mover.save(False, slots) if slots else []
+
+        def done(sums: tuple[list[Sums], list[Sums]], error: Exception | None, seconds: float) -> None:
+            if error is None:
+                swapped.page_sums, swapped.slot_sums = sums
+                self._copied("down", nbytes, seconds)
+                swapped.saved = True
+            else:
+                self.counts.failed += 1
+            current = next((seq for seq, known in self._swapped.items() if known is swapped), None)
+            if current is None or error is not None:
+                self._swapped.pop(current, None) if current is not None else None
+                self._give_back(swapped)
+            if self.options.poison:
+                self._poison_unshared(pages, slot)
+            hold.release()
+
+        self._submit(Urgency.SWAP, run, done)
+
+    def swapped(self, seq: int) -> Swapped | None:
+        return self._swapped.get(seq)
+
+    @property
+    def holds_pages(self) -> bool:
+        """Device pages will come free when the copies down that are under way are done."""
+        return bool(self._storing) or any(not swapped.saved for swapped in self._swapped.values())
+
+    def swap_in(self, seq: int, targets: Sequence[int], slot: int) -> None:
+        """Bring a swapped request back into its new pages and slot."""
+        swapped = self._swapped.pop(seq)
+        assert swapped.saved, "its copy is still under way"
+        pairs = list(zip(targets, swapped.pages, strict=True))
+        slots = [(slot, swapped.slot)] if swapped.slot else []
+        hold = hold_both(self._pages, list(targets), self._slots, [slot] if slots else [])
+        self.counts.swapped_in += 1
+        self._start_load(Loading(seq, 0, pairs, swapped.page_sums, [], slots, hold, swapped))
+
+    def forget(self, seq: int) -> None:
+        """The request has given up its memory: what is on its way lands nowhere, what is kept for it is dropped."""
+        self._loading.pop(seq, None)
+        swapped = self._swapped.pop(seq, None)
+        if swapped is not None and swapped.saved:
+            self._give_back(swapped)
+
+    def _give_back(self, swapped: Swapped) -> None:
+        self.host.pool.release(swapped.pages)
+        if swapped.slot:
+            self.host_slots.release([swapped.slot])
+
+    # --- the device cache ---------------------------------------------------------------------------------------------
+
+    def _dropped(self, keys: Sequence[bytes], pages: Sequence[int]) -> dict[bytes, str]:
+        """The device cache forgets these (tail first): those that are still here. What hung on the others goes too."""
+        kept = {}
+        self._ahead.difference_update(keys)
+        for key, page in zip(keys, pages, strict=True):
+            if key in self.host:
+                kept[key] = "host"
+                if self.options.poison and self._pages.refs(page) == 0:
+                    self._mover.poison(True, [page])
+            else:
+                self.counts.lost += 1
+                self.host.drop(key)
+        return kept
+
+    def _left_host(self, keys: Sequence[bytes]) -> None:
+        gone = [key for key in keys if key not in self._cache]
+        if gone:
+            self._cache.record_lower(gone, "")
+
+    def _poison_unshared(self, pages: Sequence[int], slot: int) -> None:
+        """Of a swapped request: what nobody else holds and no cache keeps."""
+        self._mover.poison(True, [p for p in pages if self._pages.refs(p) == 1 and not self._pages.kept(p)])
+        if slot and self._slots.refs(slot) == 1 and not self._slots.kept(slot):
+            self._mover.poison(False, [slot])
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, urgency: Urgency, run: Callable[[], Any], done: Callable[[Any, Exception | None, float], None]
+    ) -> None:
+        self._jobs += 1
+        self._lane.submit(Job(urgency, run, done))
+
+    def _copied(self, direction: str, nbytes: int, seconds: float) -> None:
+        self.costs.copied("host", direction, nbytes, seconds)
+        self.counts.moved("host", direction, nbytes, seconds)
+
+    def close(self) -> None:
+        """Wait for what is under way and conclude it. Idempotent."""
+        self._lane.close()
+        self.poll()
+
+    def check_empty(self) -> None:
+        """Assert that only published pages are left. Raises AssertionError."""
+        self.host.check()
+        self.host_slots.check()
+        assert not self._swapped, "swapped requests are left"
+        assert not self._loading, "loads are left"
+        assert not self._storing, "stores are left"
+        assert self.host.pool.referenced == 0, "host pages are still held"
+        assert self.host_slots.referenced == 0, "host slots are still held"

@@ -1,0 +1,81 @@
+"""An engine with a host tier whose copies run when the test says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.loop import Engine, EngineSpec
+from engine.models.oracle import OracleRunner
+from engine.tiers.tiers import Tiers
+from engine.tiers.work import Inline, Job, Lane
+from runtime.clock import FakeClock
+from tests.unit.engine_core.lab import VOCAB, Lab, config
+
+
+class Manual:
+    """A lane that runs nothing by itself."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Job] = []
+        self._over: list[Job] = []
+
+    def submit(self, job: Job) -> None:
+        self.waiting.append(job)
+
+    def step(self, index: int = 0) -> None:
+        """Run one of the waiting jobs."""
+        job = self.waiting.pop(index)
+        job.execute()
+        self._over.append(job)
+
+    def run_all(self) -> None:
+        while self.waiting:
+            self.step()
+
+    def take(self) -> list[Job]:
+        over, self._over = self._over, []
+        return over
+
+    def close(self) -> None:
+        self.run_all()
+
+
+@dataclass
+class TierLab(Lab):
+    """host_pages: that can be handed out. Device pages that have gone down are poisoned."""
+
+    host_pages: int = 64
+    lane: Lane = field(default_factory=Inline)
+
+    def __post_init__(self) -> None:
+        self.clock = FakeClock()
+        made = self.runner or OracleRunner(VOCAB, self.max_model_len, state=self.state)
+        cfg = config(**{"host_pool_tokens": self.host_pages * 16, "host_poison": True, **self.changes})
+        spec = EngineSpec(self.pages + 1, 2 * cfg.max_batch + 1 if self.state else 0, self.max_model_len)
+        self.oracle = made
+        self.engine = Engine(made, spec, cfg, self.clock, lane=self.lane)
+        self.events = []
+
+    @property
+    def tiers(self) -> Tiers:
+        assert self.engine.tiers is not None
+        return self.engine.tiers
+
+    def settle(self) -> None:
+        """Turns until nothing more goes down by itself."""
+        before = -1
+        while before != self.tiers.counts.stored or not self.tiers.idle:
+            before = self.tiers.counts.stored
+            self.engine.turn()
+            if isinstance(self.lane, Manual):
+                self.lane.run_all()
+            self.engine.turn()
+
+    def check(self) -> None:
+        super().check()
+        self.tiers.host.check()
+        self.tiers.host_slots.check()
+
+    def baseline(self) -> None:
+        self.settle()
+        self.engine.check_baseline()
