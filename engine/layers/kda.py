@@ -54,14 +54,17 @@ class Kda:
         gate = ("g_proj.weight", c.hidden) if c.full_rank_gate else ("g_b_proj.weight", c.head_dim)
         bias = params.get("g_b_proj.bias", size) if params.stored("g_b_proj.bias") else None
         self._gate = Linear(params.get(gate[0], size, gate[1]), bias)
-        self._a_log = params.fp32("forget_gate.A_log", c.heads)
+        self._a_log = _decay_rates(params, c.heads)
         self._dt_bias = params.fp32("forget_gate.dt_bias", size).view(c.heads, c.head_dim)
         self._norm = params.get("o_norm.weight", c.head_dim)
         self._out = Linear(params.get("o_proj.weight", c.hidden, size))
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch, state: LayerState) -> torch.Tensor:
-        """x [T, hidden] normed input -> residual + output."""
-        return self._out.add_to(residual, self.mixed(x, step, state))
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: StepBatch, state: LayerState
+    ) -> torch.Tensor:
+        """x [T, hidden] normed input -> residual + output (None = none)."""
+        y = self.mixed(x, step, state)
+        return self._out(y) if residual is None else self._out.add_to(residual, y)
 
     def mixed(self, x: torch.Tensor, step: StepBatch, state: LayerState) -> torch.Tensor:
         """The layer without its output projection: [T, heads * head_dim]."""
@@ -85,6 +88,12 @@ class Kda:
         if c.lower_bound is None:
             return softplus_gate(raw, self._a_log, self._dt_bias)
         return bounded_gate(raw, self._a_log, self._dt_bias, c.lower_bound)
+
+
+def _decay_rates(params: Params, heads: int) -> torch.Tensor:
+    """One per head. Kimi K3's checkpoint has more entries than heads; the first ones count."""
+    count = params.size("forget_gate.A_log")
+    return params.fp32("forget_gate.A_log", max(count or heads, heads))[:heads]
 
 
 def _convolutions(params: Params, size: int, width: int) -> tuple[torch.Tensor, ...]:

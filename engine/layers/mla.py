@@ -67,9 +67,12 @@ class Mla:
             params.get("o_proj.weight", c.hidden, inner), params.get("o_proj.bias", c.hidden) if c.bias else None
         )
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch, cache: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] normed input, cache [page, 16, width] of this layer -> residual + output."""
-        return self._out.add_to(residual, self.mixed(x, step, cache))
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: StepBatch, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, hidden] normed input, cache [page, 16, width] of this layer -> residual + output (None = none)."""
+        y = self.mixed(x, step, cache)
+        return self._out(y) if residual is None else self._out.add_to(residual, y)
 
     def mixed(self, x: torch.Tensor, step: StepBatch, cache: torch.Tensor) -> torch.Tensor:
         """The layer without its output projection: [T, heads * value_dim]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -45,6 +46,12 @@ class Params:
         announce and a checkpoint may bring."""
         found = self.spelled(name)
         return found is not None and self._source.shape(found) is not None
+
+    def size(self, name: str) -> int | None:
+        """Numbers in the parameter as stored; None of random weights, and where there is none."""
+        found = self.spelled(name)
+        shape = None if found is None else self._source.shape(found)
+        return None if shape is None else math.prod(shape)
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The parameter as `dtype` (default: the model's). A checkpoint's axes of length one are dropped or added as

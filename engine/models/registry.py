@@ -10,6 +10,7 @@ import torch
 from engine.layers.batch import StepBatch
 from engine.layers.pools import Groups, Pools
 from engine.models.granite_hybrid import GraniteHybridConfig, GraniteHybridModel
+from engine.models.kimi_k3 import KimiK3Config, KimiK3Model
 from engine.models.kimi_linear import KimiLinearConfig, KimiLinearModel
 from engine.models.llama import LlamaConfig, LlamaModel
 from engine.models.qwen3_next import Qwen3NextConfig, Qwen3NextModel
@@ -32,13 +33,14 @@ class Model(Protocol):
         ...
 
 
-ModelConfig = LlamaConfig | KimiLinearConfig | Qwen3NextConfig | GraniteHybridConfig
+ModelConfig = LlamaConfig | KimiLinearConfig | KimiK3Config | Qwen3NextConfig | GraniteHybridConfig
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "llama": LlamaConfig.from_hf,
     "mistral": LlamaConfig.from_hf,
     "qwen2": LlamaConfig.from_hf,
     "qwen3": LlamaConfig.from_hf,
+    "kimi_k3": KimiK3Config.from_hf,
     "kimi_linear": KimiLinearConfig.from_hf,
     "granitemoehybrid": GraniteHybridConfig.from_hf,
     "qwen3_next": Qwen3NextConfig.from_hf,
@@ -76,6 +78,8 @@ def build(
         raise Unsupported("compile is for models of the Llama family", field="compile")
     if isinstance(config, GraniteHybridConfig):
         return GraniteHybridModel(config, source, dtype, device, max_len, progress)
+    if isinstance(config, KimiK3Config):
+        return KimiK3Model(config, source, dtype, device, max_len, progress)
     if isinstance(config, Qwen3NextConfig):
         return Qwen3NextModel(config, source, dtype, device, max_len, progress)
     return KimiLinearModel(config, source, dtype, device, max_len, progress)

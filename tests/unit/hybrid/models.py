@@ -39,6 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_expert_group": 2,
         "topk_group": 1,
         "num_shared_experts": 2,
+        "routed_scaling_factor": 2.446,
         "first_k_dense_replace": 1,
         "model_max_length": 2048,
         "linear_attn_config": {
@@ -114,6 +115,46 @@ CONFIGS["granitemoehybrid-rope"] = {
     "mamba_proj_bias": False,
     "tie_word_embeddings": True,
 }
+CONFIGS["kimi_k3"] = {
+    "model_type": "kimi_k3",
+    "text_config": {
+        "model_type": "kimi_linear",
+        "vocab_size": VOCAB,
+        "hidden_size": 96,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 2,
+        "routed_expert_hidden_size": 64,
+        "latent_moe_use_norm": True,
+        "first_k_dense_replace": 1,
+        "attn_res_block_size": 2,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3, 5],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
+        },
+    },
+}
 CONFIGS["kimi_linear-query-rank"] = {
     **CONFIGS["kimi_linear"],
     "q_lora_rank": 20,
@@ -125,6 +166,9 @@ CONFIGS["kimi_linear-query-rank"] = {
 
 
 def config_of(name: str) -> dict[str, Any]:
+    """As a checkpoint's config.json has it. transformers knows no Kimi K3."""
+    if name == "kimi_k3":
+        return CONFIGS[name]
     config: dict[str, Any] = AutoConfig.for_model(**CONFIGS[name]).to_dict()
     return config
 
