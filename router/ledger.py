@@ -123,7 +123,7 @@ class Ledger:
     def grown(self, key: Key, worker: str, tokens: int) -> None:
         """The leg has generated `tokens` more; they use up its headroom before they count as held."""
         booking = self._booking(key, worker)
-        if booking is None:
+        if booking is None or not booking.demand.decode:
             return
         booking.context += tokens
         booking.view.context_tokens += tokens

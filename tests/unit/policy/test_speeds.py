@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import random
+from statistics import median
+
+import pytest
+
+from router.speeds import Accuracy, Factors, OutputLength, Regression, Speeds
+
+
+def truth(uncached: int, cached: int) -> float:
+    return 0.004 + 3.6e-5 * uncached + 1.1e-9 * uncached * (cached + 0.5 * uncached)
+
+
+def taught(reports: int, seed: int = 1, speed: dict[str, float] | None = None) -> Speeds:
+    draw = random.Random(seed)
+    speeds, machines = Speeds(), speed or {"a": 1.0}
+    for _ in range(reports):
+        name = draw.choice(list(machines))
+        uncached, cached = int(10 ** draw.uniform(1.5, 5)), draw.choice([0, 0, 4096, 30_000])
+        noise = draw.lognormvariate(0, 0.18) * (6.0 if draw.random() < 0.004 else 1.0)
+        speeds.learn_prefill(name, uncached, cached, truth(uncached, cached) * machines[name] * noise)
+    return speeds
+
+
+def test_prefill_seconds_are_learned_from_noisy_and_sometimes_stalled_reports() -> None:
+    speeds = taught(400)
+    for uncached, cached in ((100, 0), (5000, 0), (60_000, 0), (2000, 30_000)):
+        assert abs(speeds.prefill_s("a", uncached, cached) / truth(uncached, cached) - 1) < 0.12
+
+
+def test_a_few_reports_are_enough_to_be_of_use() -> None:
+    speeds = taught(15)
+    errors = [abs(speeds.prefill_s("a", n, 0) / truth(n, 0) - 1) for n in (1000, 5000, 20_000)]
+    assert max(errors) < 0.4
+
+
+def test_a_slow_machine_is_told_from_a_fast_one_and_their_mean_stays_the_fleets() -> None:
+    speeds = taught(900, speed={"fast": 0.8, "slow": 1.25})
+    assert speeds.prefill_s("fast", 8000, 0) == pytest.approx(0.8 * truth(8000, 0), rel=0.12)
+    assert speeds.prefill_s("slow", 8000, 0) == pytest.approx(1.25 * truth(8000, 0), rel=0.12)
+    assert speeds.prefill_s("new", 8000, 0) == pytest.approx(truth(8000, 0), rel=0.12)
+
+
+def test_a_fleet_ten_times_slower_than_the_prior_is_found_without_a_detour() -> None:
+    speeds = Speeds()
+    errors = []
+    for index in range(60):
+        tokens = 500 + 137 * index
+        errors.append(abs(speeds.prefill_s("a", tokens, 0) / (5e-4 * tokens) - 1))
+        speeds.learn_prefill("a", tokens, 0, 5e-4 * tokens)
+    assert max(errors) < 1.0, "it never becomes worse than the prior"
+    assert median(errors[20:]) < 0.1
+
+
+def test_one_stall_moves_little() -> None:
+    speeds = taught(300)
+    before = speeds.prefill_s("a", 5000, 0)
+    speeds.learn_prefill("a", 5000, 0, 20 * truth(5000, 0))
+    assert speeds.prefill_s("a", 5000, 0) < 1.1 * before
+
+
+def test_a_machine_that_becomes_slow_is_followed() -> None:
+    speeds = taught(600, speed={"a": 1.0, "b": 1.0})
+    for _ in range(60):
+        speeds.learn_prefill("b", 5000, 0, 2 * truth(5000, 0))
+    assert speeds.prefill_s("b", 5000, 0) > 1.6 * speeds.prefill_s("a", 5000, 0)
+
+
+def test_no_report_makes_a_prediction_zero_or_negative() -> None:
+    speeds = Speeds()
+    for _ in range(50):
+        speeds.learn_prefill("a", 1000, 0, 1e-9)
+        speeds.learn_prefill("a", 1000, 0, 0.0)
+        speeds.learn_prefill("a", 1000, 0, -1.0)
+        speeds.learn_step("a", 1, 0, 0.0)
+    assert speeds.prefill_s("a", 1, 0) > 0
+    assert speeds.step_s("a", 1, 0) > 0
+
+
+def test_step_time_grows_with_batch_and_context_as_reported() -> None:
+    speeds, draw = Speeds(), random.Random(2)
+    for _ in range(500):
+        batch = draw.randint(1, 200)
+        context = batch * draw.randint(100, 8000)
+        seconds = 0.0058 + 2.2e-5 * batch + 1.5e-8 * context
+        speeds.learn_step("d", batch, context, seconds * draw.lognormvariate(0, 0.1))
+    assert speeds.step_s("d", 64, 400_000) == pytest.approx(0.0058 + 64 * 2.2e-5 + 0.006, rel=0.1)
+    assert speeds.step_s("d", 1, 1000) == pytest.approx(0.0058, rel=0.15)
+
+
+def test_bandwidth_is_learned_per_path_and_shared_by_what_flies() -> None:
+    speeds = Speeds()
+    for _ in range(60):
+        for target, rate in (("near", 4e10), ("far", 1e10)):
+            for size in (1e8, 2e9):
+                speeds.learn_transfer("p", target, size, 0.0005 + size / rate)
+    assert speeds.transfer_s("p", "far", 1e9) > 2.5 * speeds.transfer_s("p", "near", 1e9)
+    assert speeds.transfer_s("p", "near", 2e9) == pytest.approx(0.05, rel=0.35)
+    assert speeds.transfer_s("p", "near", 2e9, flows=1) > 1.8 * speeds.transfer_s("p", "near", 2e9)
+
+
+def test_loading_from_a_lower_tier_is_learned_and_nothing_costs_nothing() -> None:
+    speeds = Speeds()
+    for index in range(60):
+        size = 1e7 * (1 + index % 13)
+        speeds.learn_load(size, 0.0003 + size / 2.4e10)
+    assert speeds.load_s(1e8) == pytest.approx(0.0003 + 1e8 / 2.4e10, rel=0.15)
+    assert speeds.load_s(0) == 0.0
+
+
+def test_factors_are_relative_to_their_mean() -> None:
+    factors = Factors()
+    for _ in range(100):
+        factors.learn("a", 4.0, 1.0)
+        factors.learn("b", 1.0, 1.0)
+    assert factors.of("a") / factors.of("b") == pytest.approx(4.0, rel=0.05)
+    assert factors.of("a") * factors.of("b") == pytest.approx(1.0, rel=1e-6)
+    assert factors.of("stranger") == 1.0
+    factors.forget("a")
+    assert factors.of("b") == pytest.approx(1.0)
+
+
+def test_forgetting_does_not_wind_up_while_nothing_new_is_told() -> None:
+    regression = Regression((0.01, 5e-5))
+    for _ in range(20_000):
+        regression.learn((1.0, 1000.0), 0.06)
+    regression.learn((1.0, 1000.0), 0.12)
+    assert regression.predict((1.0, 1000.0)) < 0.09
+
+
+def test_expected_output_is_by_prompt_size_and_never_beyond_what_is_allowed() -> None:
+    lengths = OutputLength()
+    for _ in range(200):
+        lengths.learn(100, 30)
+        lengths.learn(10_000, 900)
+    assert lengths.expect(100, 0) < 100 < 500 < lengths.expect(10_000, 0)
+    assert lengths.expect(10_000, 64) == 64
+    assert 100 < lengths.expect(1_000_000, 0) < 900, "an unseen size is the mean of all"
+
+
+def test_accuracy_says_how_far_predictions_are_off() -> None:
+    accuracy = Accuracy()
+    for _ in range(2000):
+        accuracy.learn(1.2, 1.0)
+    assert accuracy.mean == pytest.approx(0.2)
+    assert accuracy.median == pytest.approx(0.2, abs=0.02)
