@@ -13,14 +13,21 @@ from tests.unit.engine_core.lab import VOCAB, Lab, config
 
 
 class Manual:
-    """A lane that runs nothing by itself."""
+    """A lane that runs nothing by itself, until it is told to run all there is and everything that comes."""
 
     def __init__(self) -> None:
         self.waiting: list[Job] = []
         self._over: list[Job] = []
+        self._open = False
 
     def submit(self, job: Job) -> None:
         self.waiting.append(job)
+        if self._open:
+            self.run_all()
+
+    def open(self) -> None:
+        self._open = True
+        self.run_all()
 
     def step(self, index: int = 0) -> None:
         """Run one of the waiting jobs."""
