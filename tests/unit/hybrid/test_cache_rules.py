@@ -275,3 +275,12 @@ def test_states_are_journalled_when_they_come_and_when_they_go() -> None:
     gone = sorted(c.state_length for c in changes if c.state_length and not c.stored)
     assert gone == [64, 72]
     assert not world.engine.cache.snapshot().states
+
+
+def test_a_prompt_that_is_exactly_a_kept_turn_does_not_resume_at_its_end() -> None:
+    """One token must be left to run: 40 tokens whose state is kept to the token land at the page border below."""
+    world, tokens = lab(), prompt(40)
+    ask(world, "source", tokens, mode=Mode.SOURCE)
+    assert lengths(world, tokens) == [32, 40]
+    assert ask(world, "again", tokens)[0] == 32
+    assert ask(world, "longer", (*tokens, 5))[0] == 40
