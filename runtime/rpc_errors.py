@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
-from runtime.errors import PayloadTooLarge, PdserveError
+from runtime.errors import InvalidRequest, PayloadTooLarge, PdserveError
 
 MAX_MESSAGE_BYTES = 1 << 20
 ERROR_KEY = "pdserve-error-bin"
@@ -30,10 +31,11 @@ _log = structlog.get_logger("pdserve.rpc")
 
 
 @dataclass(frozen=True, slots=True)
-class _Oversized:
-    """Stands in for a unary request that was not parsed: raising in a deserializer would become INTERNAL."""
+class _Unparsed:
+    """Stands in for a unary request that could not be taken: what a deserializer raises there becomes UNKNOWN, with
+    the exception's text."""
 
-    size: int
+    error: PdserveError
 
 
 class ErrorInterceptor(ServerInterceptor):
@@ -72,14 +74,24 @@ def _wrap(handler: Any, method: str) -> RpcMethodHandler:
 
 
 def _limited(parse: Callable[[bytes], Any] | None, *, raises: bool) -> Callable[[bytes], Any]:
-    """Refuse before parsing. In a stream the handler's own read raises; a unary handler never starts."""
+    """Refuse what is too large before parsing it, and what is no message of its kind. In a stream the handler's own
+    read raises; a unary handler never starts."""
+
+    def take(data: bytes) -> Any:
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise _too_large()
+        try:
+            return parse(data) if parse else data
+        except DecodeError:
+            raise InvalidRequest("the message cannot be read", field="message") from None
 
     def deserialize(data: bytes) -> Any:
-        if len(data) <= MAX_MESSAGE_BYTES:
-            return parse(data) if parse else data
-        if raises:
-            raise _too_large()
-        return _Oversized(len(data))
+        try:
+            return take(data)
+        except PdserveError as error:
+            if raises:
+                raise
+            return _Unparsed(error)
 
     return deserialize
 
@@ -87,8 +99,8 @@ def _limited(parse: Callable[[bytes], Any] | None, *, raises: bool) -> Callable[
 def _unary(call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
     async def handle(request: Any, context: ServicerContext) -> Any:
         try:
-            if isinstance(request, _Oversized):
-                raise _too_large()
+            if isinstance(request, _Unparsed):
+                raise request.error
             return await call(request, context)
         except grpc.aio.AbortError:
             raise
@@ -101,8 +113,8 @@ def _unary(call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Aw
 def _streaming(call: Callable[..., Any], method: str) -> Callable[..., Awaitable[None]]:
     async def handle(request: Any, context: ServicerContext) -> None:
         try:
-            if isinstance(request, _Oversized):
-                raise _too_large()
+            if isinstance(request, _Unparsed):
+                raise request.error
             result = call(request, context)
             if inspect.isawaitable(result):
                 await result

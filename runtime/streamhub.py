@@ -10,7 +10,6 @@ Everything here runs on the event loop's thread.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -215,11 +214,11 @@ class StreamHub(Generic[M, C]):
         try:
             await outbox.drain(write)
         finally:
-            clean = reader.done() and not reader.cancelled() and reader.result()
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
-            self._detach(session, outbox, clean=clean)
+            reader.cancel()  # no effect on one that has ended
+            self._detach(session, outbox, clean=_ended_well(reader))
+            await asyncio.gather(reader, return_exceptions=True)
+        if not reader.cancelled():
+            reader.result()  # what was no PdserveError is for the RPC boundary to log
 
     def expire(self, now: float) -> None:
         """End the sessions whose router has not come back in time."""
@@ -252,7 +251,11 @@ class StreamHub(Generic[M, C]):
         outbox: Outbox[M] = Outbox(self._buffer_bytes)
         session.outbox = outbox
         session.lost_at = None
-        self._face.attached(session, hello, common_pb2.Welcome(worker_epoch=self._epoch, protocol=protocol))
+        try:
+            self._face.attached(session, hello, common_pb2.Welcome(worker_epoch=self._epoch, protocol=protocol))
+        except BaseException:
+            self._detach(session, outbox, clean=False)
+            raise
         return session, outbox
 
     def _agree(self, hello: common_pb2.Hello) -> int:
@@ -302,3 +305,7 @@ class StreamHub(Generic[M, C]):
             del self._sessions[session.router_id]
         session.ended = True
         self._face.lost(session)
+
+
+def _ended_well(reader: asyncio.Task[bool]) -> bool:
+    return reader.done() and not reader.cancelled() and reader.exception() is None and reader.result()

@@ -169,6 +169,25 @@ async def test_an_oversized_message_is_told_from_a_full_server(size: int) -> Non
         await channel.close(None)
 
 
+async def test_what_is_no_message_is_the_callers_fault_and_nothing_of_the_parser_shows() -> None:
+    garbage = b"\xff\xff\xff\xff"
+    async with serving(Registry()) as (address, _):
+        channel: Any = rpc.channel(address, Config())
+        stream = channel.stream_stream("/pdserve.v1.Registry/Register")()
+        await stream.write(garbage)
+        for call in (
+            stream.read,
+            lambda: raw_call(channel, "/pdserve.v1.Registry/List")(garbage),
+            channel.unary_stream("/pdserve.v1.KvSource/Watch")(garbage).read,
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "protobuf" not in str(caught.value)
+            assert rpc.from_rpc_error(caught.value).detail().field == "message"
+        await channel.close(None)
+
+
 async def test_a_message_of_just_the_limit_passes() -> None:
     record = registry_pb2.WorkerRecord(pid=3)
     record.node = "x" * (rpc.MAX_MESSAGE_BYTES - record.ByteSize() - 4)

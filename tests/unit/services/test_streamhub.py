@@ -39,11 +39,15 @@ class Recorder:
 
     def attached(self, session: Session[Events], hello: common_pb2.Hello, welcome: common_pb2.Welcome) -> None:
         self.sessions.append(session)
+        if any(not one.ref.request_id for one in hello.resume):
+            raise InvalidRequest("no request id")
         session.send(Events(events=[prefill_pb2.PrefillEvent(welcome=welcome)]))
 
     def command(self, session: Session[Events], command: Command) -> None:
         if command.cancel.reason == "break":
             raise InvalidRequest("broken")
+        if command.cancel.reason == "bug":
+            raise ValueError("a bug")
         self.commands.append(command.cancel.ref.request_id)
 
     def lost(self, session: Session[Events]) -> None:
@@ -132,6 +136,53 @@ async def test_a_peer_that_breaks_the_protocol_loses_its_stream_with_the_reason(
     wire.incoming.put_nowait(Command(cancel=common_pb2.Cancel(reason="break")))
     with pytest.raises(InvalidRequest, match="broken"):
         await wire.call
+
+
+async def expires(hub: Hub, clock: FakeClock) -> bool:
+    """Whether nothing of any session is left when the time to re-attach is over."""
+    clock.advance(2.1)
+    hub.expire(clock.monotonic())
+    return hub.sessions() == []
+
+
+async def test_a_bug_in_a_command_ends_the_call_with_it_and_leaves_no_session_for_ever(
+    hub: Hub, face: Recorder, clock: FakeClock
+) -> None:
+    wire = Wire(hub).hello()
+    wire.incoming.put_nowait(Command(cancel=common_pb2.Cancel(reason="bug")))
+    with pytest.raises(ValueError, match="a bug"):
+        await wire.call
+    assert await expires(hub, clock)
+    assert face.ended == ["router-1"]
+
+
+async def test_a_broken_message_of_a_stream_leaves_no_session_for_ever(
+    hub: Hub, face: Recorder, clock: FakeClock
+) -> None:
+    wire = Wire(hub)
+
+    async def commands() -> AsyncIterator[Command]:
+        yield Command(hello=common_pb2.Hello(router_id="router-2", worker_epoch=5, protocol_min=1, protocol_max=1))
+        raise RuntimeError("the transport's own trouble")
+
+    with pytest.raises(RuntimeError, match="own trouble"):
+        await hub.serve(commands(), wire._write)
+    assert await expires(hub, clock)
+    assert face.ended == ["router-2"]
+    await wire.drop()
+
+
+async def test_a_hello_that_resumes_nonsense_leaves_no_session_for_ever(
+    hub: Hub, face: Recorder, clock: FakeClock
+) -> None:
+    wire = Wire(hub)
+    hello = common_pb2.Hello(router_id="router-1", worker_epoch=5, protocol_min=1, protocol_max=1)
+    hello.resume.add()
+    wire.incoming.put_nowait(Command(hello=hello))
+    with pytest.raises(InvalidRequest, match="no request id"):
+        await wire.call
+    assert await expires(hub, clock)
+    assert face.ended == ["router-1"]
 
 
 async def test_a_lost_stream_leaves_the_session_until_the_time_to_reattach_is_over(
