@@ -11,7 +11,10 @@ from engine.api import Admitted, Tokens
 from engine.face import Assembly
 from kvtransfer.types import Destination, Hold, LegKey, Pulled
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from runtime.errors import KvLost
 from runtime.streamhub import Session
+
+FIRST_FINISHES = (0, common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 KEPT_TOKENS = 8192
 """Unacknowledged tokens kept per leg, all choices together. A leg that loses older ones cannot be resumed from them."""
@@ -54,6 +57,30 @@ class Leg:
     _kept: deque[decode_pb2.DecodeEvent] = field(default_factory=deque)
     _kept_tokens: int = 0
     _forgotten: dict[int, int] = field(default_factory=dict)  # choice -> first sequence number still kept
+
+    @classmethod
+    def of(
+        cls,
+        submit: decode_pb2.DecodeSubmit,
+        key: LegKey,
+        session: Session[decode_pb2.DecodeEvents],
+        now: float,
+        max_n: int,
+    ) -> Leg:
+        """A leg as submitted. n is checked when the request is complete; until then it is no size to allocate."""
+        request = submit.request
+        choices = range(min(request.n, max_n)) if request.n > 1 else (request.choice,)
+        deadline = now + request.remaining_ms / 1000
+        return cls(key, session, submit.local, submit.fence, request.choice, deadline, open=set(choices))
+
+    def take(self, pulled: Pulled, vocab_size: int) -> None:
+        """Accept what arrived, or raise KvLost. What another process sampled is an input like any other: one wrong
+        token id would fail the step of everybody."""
+        if pulled.state_length != self.token_count:
+            raise KvLost("the hand-off has another length than the request", reason="length_mismatch")
+        if any(first.token >= vocab_size or first.finish not in FIRST_FINISHES for first in pulled.first):
+            raise KvLost("the hand-off has no usable first token", reason="first_mismatch")
+        self.pulled = pulled
 
     def times(self, pid: int, transport: str) -> common_pb2.StageTimes:
         """How the prompt's KV came here. A local leg has no transport."""

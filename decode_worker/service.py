@@ -183,15 +183,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if known is not None:
             self._said_again(known, session)
             return
-        leg = Leg(
-            key,
-            session,
-            local=submit.local,
-            fence=submit.fence,
-            first_choice=request.choice,
-            deadline=self._worker.clock.monotonic() + request.remaining_ms / 1000,
-            open=set(range(request.n)) if request.n > 1 else {request.choice},
-        )
+        leg = Leg.of(submit, key, session, self._worker.clock.monotonic(), self._worker.limits.max_n)
         self._legs[key] = leg
         session.legs.add(key)
         try:
@@ -240,9 +232,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._fail_now(leg, error)
 
     def _run(self, leg: Leg, request: common_pb2.WorkRequest) -> None:
-        work = engine_request(self._worker, request, LEG, Mode.LOCAL if leg.local else Mode.REMOTE)
+        mode = Mode.LOCAL if leg.local else Mode.REMOTE
+        work = engine_request(self._worker, request, LEG, mode, leg.deadline)
         leg.token_count = len(work.tokens)
-        leg.deadline = work.deadline
         early = self._early.pop(leg.key)
         if early is not None:
             leg.ticket = early
@@ -312,6 +304,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         leg.landing = None  # from here on the hold is the puller's; a task cancelled before it ran never took it
         try:
             pulled = await self._puller.pull(ticket.ticket, ticket.source_address, destination, leg.deadline, leg.fence)
+            self._start(leg, pulled)
         except ChecksumMismatch:
             self._recompute(leg)
         except PdserveError as error:
@@ -319,16 +312,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         except Exception as error:  # noqa: BLE001  supervises the pull: a bug costs this request, and is heard of
             _log.error("pull_failed", request_id=leg.key.request_id, exc_info=error)
             self._fail_now(leg, PdserveError("internal error"))
-        else:
-            self._start(leg, pulled)
 
     def _start(self, leg: Leg, pulled: Pulled) -> None:
+        """Raises KvLost for a hand-off that is not what was asked for."""
         if leg.over_at is not None:
             return
-        if pulled.state_length != leg.token_count:
-            self._fail_now(leg, KvLost("the hand-off has another length than the request", reason="length_mismatch"))
-            return
-        leg.pulled = pulled
+        leg.take(pulled, self._worker.limits.vocab_size)
         self._worker.engine.start(leg.key, pulled.first)
         batch = self._batch()
         self._handed_off(leg, 0, batch)

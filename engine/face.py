@@ -113,8 +113,11 @@ class Assembly:
             )  # fmt: skip
 
 
-def engine_request(worker: Worker, request: common_pb2.WorkRequest, leg: str, mode: Mode) -> EngineRequest:
-    """The engine's form of a complete request. Raises InvalidRequest, Unsupported, DeadlineExceeded."""
+def engine_request(
+    worker: Worker, request: common_pb2.WorkRequest, leg: str, mode: Mode, deadline: float
+) -> EngineRequest:
+    """The engine's form of a complete request. deadline: counted from the arrival of its first message, however long
+    the rest took. Raises InvalidRequest, Unsupported, DeadlineExceeded."""
     limits = worker.limits
     tokens = tuple(request.tokens)
     _check_tokens(tokens, request.prompt_len, limits)
@@ -129,7 +132,7 @@ def engine_request(worker: Worker, request: common_pb2.WorkRequest, leg: str, mo
         raise Unsupported("this model takes text only", field="multimodal")
     if len(request.salt) > MAX_SALT_BYTES:
         raise InvalidRequest("the salt is too long", field="salt", limit=str(MAX_SALT_BYTES))
-    if request.remaining_ms == 0:
+    if request.remaining_ms == 0 or worker.clock.monotonic() >= deadline:
         raise DeadlineExceeded("the request has no time left")
     return EngineRequest(
         key=leg_key(request.ref, leg),
@@ -138,7 +141,7 @@ def engine_request(worker: Worker, request: common_pb2.WorkRequest, leg: str, mo
         prompt_len=request.prompt_len,
         sampling=sampling,
         root=worker.root_of(request.salt),
-        deadline=worker.clock.monotonic() + request.remaining_ms / 1000,
+        deadline=deadline,
         n=request.n,
         choice=request.choice,
         reservation_id=request.reservation_id,

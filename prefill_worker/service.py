@@ -218,9 +218,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._fail_now(leg, error)
 
     def _run(self, leg: Leg, request: common_pb2.WorkRequest) -> None:
-        work = engine_request(self._worker, request, LEG, Mode.SOURCE)
+        work = engine_request(self._worker, request, LEG, Mode.SOURCE, leg.deadline)
         leg.state_length = len(work.tokens)
-        leg.deadline = work.deadline
         _log.debug(
             "submit", request_id=leg.key.request_id, attempt=leg.key.attempt, trace=trace_id(request.traceparent)
         )

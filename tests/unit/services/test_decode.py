@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 
 import pytest
 
@@ -232,6 +233,44 @@ async def test_a_hand_off_of_another_length_is_not_started(s: Setup) -> None:
     failed = (await stream.next()).failed
     assert (failed.error.reason, failed.kv_lost) == ("length_mismatch", True)
     assert s.engine.started == {}
+    await stream.drop()
+
+
+@pytest.mark.parametrize("first", [First(0, 256), First(0, 2**32 - 1), First(0, 65, finish=77), First(0, 65, finish=5)])
+async def test_a_first_token_that_no_model_of_ours_samples_is_not_started(s: Setup, first: First) -> None:
+    stream = await pulling(s)
+    s.puller.answers[0].set_result(Pulled(20, (first,), 1, 1, 0, 0, 0))
+    failed = (await stream.next()).failed
+    assert (failed.error.reason, failed.kv_lost) == ("first_mismatch", True)
+    assert s.engine.started == {}
+    assert s.engine.cancelled == [KEY]
+    await stream.drop()
+
+
+@pytest.mark.parametrize("more", [False, True])
+async def test_a_number_of_choices_is_no_size_before_it_is_checked(s: Setup, *, more: bool) -> None:
+    stream = decode_stream(s.service)
+    await stream.open()
+    began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    submit(stream, work(n=20_000_000, more_tokens=more), local=True)
+    if more:
+        stream.send(tokens=common_pb2.TokenChunk(ref=ref(), offset=3, tokens=[4]))
+    failed = (await stream.next()).failed
+    assert failed.error.field == "n"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began < 100_000  # KiB; a set of them takes 1.5 GB
+    await stream.drop()
+
+
+async def test_the_time_the_rest_of_a_prompt_takes_is_the_requests_own(s: Setup) -> None:
+    stream = decode_stream(s.service)
+    await stream.open()
+    arrived = s.clock.monotonic()
+    submit(stream, work(more_tokens=True), local=True)
+    await stream.settle()
+    s.clock.advance(50.0)
+    stream.send(tokens=common_pb2.TokenChunk(ref=ref(), offset=3, tokens=[4]))
+    await stream.settle()
+    assert s.engine.submitted[KEY].deadline == arrived + 60.0
     await stream.drop()
 
 
