@@ -10,13 +10,15 @@ from typing import Any
 import click
 
 from deploy.supervisor import EXIT_REFUSED
-from pdserve.flags import configured
+from pdserve.flags import CLIENT_KEYS, Command, configured
 from runtime.config import Config
 from runtime.errors import InvalidRequest, NotFound, PdserveError
 
 
 class _Group(click.Group):
     """Turns our errors into one line and an exit status: 2 = the configuration is refused, 1 = anything else."""
+
+    command_class = Command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -54,7 +56,7 @@ def up(config: Config) -> None:
 
 
 @main.command()
-@configured
+@configured(listed=CLIENT_KEYS)
 def down(config: Config) -> None:
     """End the cluster of this state folder, or the workers in the Ray at --address."""
     from deploy import cluster
@@ -67,7 +69,7 @@ def down(config: Config) -> None:
 
 
 @main.command()
-@configured
+@configured(listed=CLIENT_KEYS)
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--json", "as_json", is_flag=True, help="for machines")
 def status(config: Config, router: str, as_json: bool) -> None:
@@ -78,7 +80,7 @@ def status(config: Config, router: str, as_json: bool) -> None:
 
 
 @main.command()
-@configured
+@configured(listed=CLIENT_KEYS)
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--api-key", default="", envvar="PDSERVE_CLIENT_KEY", help="sent as a bearer token")
 @click.option("--max-tokens", default=512, show_default=True)

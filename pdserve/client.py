@@ -186,14 +186,23 @@ class Client:
         return self._run(self._client.models())
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
 
     def _iterate(self, events: AsyncIterator[Event]) -> Iterator[Event]:
+        turn = asyncio.Lock()  # after Ctrl-C the interrupted step still runs; a generator is closed only at rest
+
         async def following() -> Event | None:
-            return await anext(events, None)
+            async with turn:
+                return await anext(events, None)
 
         async def close() -> None:
-            await events.aclose()  # type: ignore[attr-defined]
+            async with turn:
+                await events.aclose()  # type: ignore[attr-defined]
 
         try:
             while (event := self._run(following())) is not None:

@@ -37,6 +37,17 @@ def test_every_configuration_key_is_a_flag_of_every_command() -> None:
         assert "--config" in flags
 
 
+def test_help_explains_every_flag_of_up_and_shows_to_a_client_what_it_needs() -> None:
+    up = CliRunner().invoke(main, ["up", "--help"]).output
+    chat = CliRunner().invoke(main, ["chat", "--help"]).output
+    assert [key for key, info in Config.model_fields.items() if not info.description] == []
+    assert "--kv-pool-bytes" in up
+    assert "One worker:" in up
+    assert "--kv-pool-bytes" not in chat
+    assert chat.index("--router") < chat.index("--tls-cert")
+    assert CliRunner().invoke(main, ["chat", "--max-batch=0"]).exit_code == 2  # accepted unlisted, and looked at
+
+
 def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(tmp_path: Path) -> None:
     file = tmp_path / "pdserve.yaml"
     file.write_text("model: from-file\nmax_batch: 7\nkv_pool_tokens: 99\n")

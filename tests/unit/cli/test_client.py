@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -161,4 +162,26 @@ async def test_the_plain_client_does_the_same_from_ordinary_code(served: tuple[S
         client.close()
 
     await asyncio.to_thread(work)
+    await asyncio.wait_for(served[0].cancelled.wait(), 5)
+
+
+async def test_ctrl_c_in_a_chat_ends_the_turn_and_the_request_and_not_the_conversation(
+    served: tuple[Scripted, str],
+) -> None:
+    """The signal comes while the client waits for the next piece, which is nearly always."""
+    code = (
+        "import os, signal, sys, threading\n"
+        "from pdserve import Client\n"
+        "with Client(sys.argv[1]) as client:\n"
+        "    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    try:\n"
+        "        list(client.generate_stream('endless'))\n"
+        "    except KeyboardInterrupt:\n"
+        "        print(client.generate('go').text)\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, served[1], stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    assert (process.returncode, out, err) == (0, b"Paris\n", b"")
     await asyncio.wait_for(served[0].cancelled.wait(), 5)
