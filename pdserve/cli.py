@@ -10,15 +10,13 @@ from typing import Any
 import click
 
 from deploy.supervisor import EXIT_REFUSED
-from pdserve.flags import CLIENT_KEYS, Command, configured
+from pdserve.flags import configured
 from runtime.config import Config
 from runtime.errors import InvalidRequest, NotFound, PdserveError
 
 
 class _Group(click.Group):
     """Turns our errors into one line and an exit status: 2 = the configuration is refused, 1 = anything else."""
-
-    command_class = Command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -56,7 +54,7 @@ def up(config: Config) -> None:
 
 
 @main.command()
-@configured(listed=CLIENT_KEYS)
+@configured
 def down(config: Config) -> None:
     """End the cluster of this state folder, or the workers in the Ray at --address."""
     from deploy import cluster
@@ -69,7 +67,7 @@ def down(config: Config) -> None:
 
 
 @main.command()
-@configured(listed=CLIENT_KEYS)
+@configured
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--json", "as_json", is_flag=True, help="for machines")
 def status(config: Config, router: str, as_json: bool) -> None:
@@ -80,7 +78,7 @@ def status(config: Config, router: str, as_json: bool) -> None:
 
 
 @main.command()
-@configured(listed=CLIENT_KEYS)
+@configured
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--api-key", default="", envvar="PDSERVE_CLIENT_KEY", help="sent as a bearer token")
 @click.option("--max-tokens", default=512, show_default=True)
@@ -96,9 +94,9 @@ def chat(config: Config, router: str, api_key: str, max_tokens: int, temperature
 @configured
 def router_command(config: Config) -> None:
     """Run the router alone (in the foreground)."""
-    from router.app import serve
+    from router.app import main as run
 
-    asyncio.run(serve(config))
+    sys.exit(run(config))
 
 
 @main.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -15,6 +16,7 @@ from aiohttp import web
 from grpc_reflection.v1alpha import reflection
 
 from kvtransfer.types import PAGE_TOKENS
+from protos.v1 import registry_pb2
 from router.codec import Codec
 from router.dispatch import Dispatcher
 from router.fleet import Expected, Fleet
@@ -22,7 +24,7 @@ from router.front import Front
 from router.http import HttpFace
 from router.inference import InferenceService
 from router.params import Limits, model_defaults
-from router.server import Runner
+from router.server import Handler, Runner
 from router.stats import Stats
 from runtime import lifecycle, logs, rpc
 from runtime.clock import SystemClock
@@ -63,6 +65,11 @@ async def serve(config: Config, stopping: asyncio.Event | None = None) -> None:
         await router.close()
 
 
+def main(config: Config) -> int:
+    """The process: exit status 0 after an orderly end."""
+    return lifecycle.run(lambda stopping: serve(config, stopping), use_uvloop=True)
+
+
 class Router:
     """A running router. http and grpc: "host:port" as really bound."""
 
@@ -95,7 +102,7 @@ class Router:
             self.clock,
             added=self.fleet.added,
             changed=self.fleet.changed,
-            removed=self.fleet.removed,
+            removed=self._removed,
             metrics=self.metrics,
         )
         self._server = rpc.server(config)
@@ -123,17 +130,21 @@ class Router:
         self.grpc = rpc.bind(self._server, self.config.grpc_listen, self.config)
         await self._server.start()
         self._feed.start()
+        self.dispatcher.start()
         separate = bool(self.config.admin_listen)
-        self.http = await self._serve_http(self._face.app(with_metrics=not separate), self.config.http_listen)
+        app, direct = self._face.app(with_metrics=not separate), self._face.direct()
+        self.http = await self._serve_http(app, self.config.http_listen, direct)
         if separate:
             self.admin = await self._serve_http(self._face.admin_app(), self.config.admin_listen)
         _log.info("listening", http=self.http, grpc=self.grpc, admin=self.admin, model=self.front.model)
 
-    async def _serve_http(self, app: web.Application, listen: str) -> str:
+    async def _serve_http(
+        self, app: web.Application, listen: str, direct: Mapping[tuple[str, str], Handler] | None = None
+    ) -> str:
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise InvalidRequest("http_listen must be host:port", field="http_listen", limit="host:port, port 0..65535")
-        runner = Runner(app, GOODBYE_S)
+        runner = Runner(app, GOODBYE_S, direct)
         await runner.setup()
         self._runners.append(runner)
         site = web.TCPSite(runner, host, int(port))
@@ -142,6 +153,10 @@ class Router:
         except OSError as exc:
             raise InvalidRequest("the HTTP address is taken or not one of this machine", field="http_listen") from exc
         return f"{host}:{runner.addresses[0][1]}"
+
+    def _removed(self, record: registry_pb2.WorkerRecord) -> None:
+        self.dispatcher.breakers.forget(record.worker_id)  # its next life starts with a clean record
+        self.fleet.removed(record)
 
     def _observe(self) -> None:
         self.fleet.observe()

@@ -8,10 +8,14 @@ refused at once (503 naming it), since waiting would not bring it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+from prometheus_client import Counter
+
 from router import policy
+from router.breaker import Breakers
 from router.fleet import Fleet
 from router.line import Line
 from runtime.clock import Clock
@@ -23,6 +27,10 @@ LOOK_AGAIN_S = 0.25
 
 Attempt = Callable[[policy.Pair | policy.Local], Awaitable[dict[str, PdserveError]]]
 """Reserve at the chosen workers. Returns the refusals by leg ("prefill", "decode"); empty = everything is booked."""
+
+
+Avoid = Mapping[str, frozenset[str]]
+NOBODY: Avoid = {}
 
 
 @dataclass(slots=True)
@@ -50,22 +58,40 @@ class _Round:
 class Booking:
     """Shared by all requests: the fleet, the line and the limits of waiting."""
 
-    def __init__(self, fleet: Fleet, max_queue: int, queue_timeout_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        breakers: Breakers,
+        max_queue: int,
+        queue_timeout_s: float,
+        clock: Clock,
+        degraded: Counter,
+    ) -> None:
         self._fleet = fleet
+        self._breakers = breakers
+        self._degraded = degraded
         self._clock = clock
         self._timeout_s = queue_timeout_s
         self.line = Line(max_queue)
 
-    async def book(self, length: int, deadline: float, attempt: Attempt) -> policy.Pair | policy.Local:
-        """Raises Saturated (no_prefill_worker, no_decode_worker, queue_full, queue_timeout) and InvalidRequest."""
-        if not self.line:
-            choice = await self._round(length, attempt)
+    async def book(
+        self, length: int, deadline: float, attempt: Attempt, avoid: Avoid = NOBODY, patience_s: float | None = None
+    ) -> policy.Pair | policy.Local:
+        """length: tokens of prompt and answer. avoid: workers not to ask, by leg. patience_s: for a request that goes
+        on elsewhere. It stands in no line, and waits this long for a worker that is not there at all.
+
+        Raises Saturated (no_prefill_worker, no_decode_worker, queue_full, queue_timeout) and InvalidRequest."""
+        if not self.line and patience_s is None:
+            choice = await self._round(length, attempt, avoid)
             if choice is not None:
                 return choice
         wait = min(self._timeout_s, deadline - self._clock.monotonic())
         try:
-            async with asyncio.timeout(wait), self.line.place():
-                return await self._wait(length, attempt)
+            async with asyncio.timeout(wait):
+                if patience_s is not None:
+                    return await self._patiently(length, attempt, avoid, patience_s)
+                async with self.line.place():
+                    return await self._wait(length, attempt, avoid)
         except TimeoutError as exc:
             raise Saturated(
                 "no worker had room in time",
@@ -74,10 +100,39 @@ class Booking:
                 retry_after_ms=RETRY_AFTER_MS,
             ) from exc
 
-    async def _wait(self, length: int, attempt: Attempt) -> policy.Pair | policy.Local:
+    def another_decode(self, length: int, group: str, refused: frozenset[str]) -> str | None:
+        """For a ticket that exists already: a decode worker that may read it."""
+        return policy.choose_decode(self._states(), length, group, refused)
+
+    async def _patiently(
+        self, length: int, attempt: Attempt, avoid: Avoid, patience_s: float
+    ) -> policy.Pair | policy.Local:
+        """A worker that died may be back soon, and another may come; a full one is waited for as ever."""
+        end = self._clock.monotonic() + patience_s
         while True:
             change = self._fleet.changed_event()
-            choice = await self._round(length, attempt)
+            try:
+                choice = await self._round(length, attempt, avoid)
+                if choice is not None:
+                    return choice
+                if self._clock.monotonic() >= end and not self._anybody(length, avoid):
+                    raise Saturated("no other worker is available", reason="no_other_worker")
+            except Saturated:
+                if self._clock.monotonic() >= end:
+                    raise
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await change.wait()
+
+    def _anybody(self, length: int, avoid: Avoid) -> bool:
+        """Somebody is there who could take it at some time."""
+        choice = policy.choose(self._states(), length, *_refused(avoid))
+        return isinstance(choice, policy.Pair | policy.Local)
+
+    async def _wait(self, length: int, attempt: Attempt, avoid: Avoid) -> policy.Pair | policy.Local:
+        while True:
+            change = self._fleet.changed_event()
+            choice = await self._round(length, attempt, avoid)
             if choice is not None:
                 return choice
             try:
@@ -86,11 +141,23 @@ class Booking:
             except TimeoutError:
                 continue
 
-    async def _round(self, length: int, attempt: Attempt) -> policy.Pair | policy.Local | None:
+    def _states(self) -> list[policy.WorkerState]:
+        """The fleet, without those whose breaker is open; if that leaves a role empty, with them (degraded)."""
+        states = self._fleet.states()
+        now = self._clock.monotonic()
+        closed = [state for state in states if self._breakers.allow(state.worker_id, state.role, now)]
+        if len(closed) == len(states) or not policy.serves(states):
+            return states
+        if policy.serves(closed):
+            return closed
+        self._degraded.inc()
+        return states
+
+    async def _round(self, length: int, attempt: Attempt, avoid: Avoid) -> policy.Pair | policy.Local | None:
         """Try every choice once. None: everybody refused for now."""
-        state = _Round()
+        state = _Round(set(avoid.get("prefill", ())), set(avoid.get("decode", ())))
         while True:
-            choice = policy.choose(self._fleet.states(), length, frozenset(state.prefill), frozenset(state.decode))
+            choice = policy.choose(self._states(), length, frozenset(state.prefill), frozenset(state.decode))
             if isinstance(choice, policy.NoWorker):
                 raise _nobody(choice)
             if isinstance(choice, policy.AllRefused):
@@ -101,6 +168,10 @@ class Booking:
             if not refusals:
                 return choice
             state.refuse(choice, refusals)
+
+
+def _refused(avoid: Avoid) -> tuple[frozenset[str], frozenset[str]]:
+    return avoid.get("prefill", frozenset()), avoid.get("decode", frozenset())
 
 
 def _nobody(choice: policy.NoWorker) -> PdserveError:

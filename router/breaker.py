@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from router.policy import Role
 from runtime.errors import PdserveError
 
 
@@ -49,6 +50,7 @@ class Breaker:
 
     config: Config = Config()
     _results: deque[tuple[float, bool]] = field(default_factory=deque)
+    _bad: int = 0  # of _results
     _opened: float | None = None
     _pause: float = 0.0
     _probe: tuple[Hashable, float] | None = None
@@ -79,24 +81,29 @@ class Breaker:
             self._probe = None
             if result is Result.GOOD:
                 self._opened, self._pause = None, 0.0
-                self._results.clear()
+                self._forget()
             elif result is Result.BAD:
                 self._open(now)
             return
         if result is Result.NEUTRAL or self._opened is not None:
             return
-        self._results.append((now, result is Result.BAD))
-        while self._results and self._results[0][0] <= now - self.config.window_s:
-            self._results.popleft()
-        bad = sum(failed for _, failed in self._results)
-        if bad >= self.config.failures and bad >= self.config.rate * len(self._results):
+        failed = result is Result.BAD
+        self._results.append((now, failed))
+        self._bad += failed
+        while self._results[0][0] <= now - self.config.window_s:
+            self._bad -= self._results.popleft()[1]
+        if failed and self._bad >= self.config.failures and self._bad >= self.config.rate * len(self._results):
             self._open(now)
 
     def _open(self, now: float) -> None:
         self._opened = now
         self._pause = min(max(2 * self._pause, self.config.open_s), self.config.open_max_s)
         self._probe = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._results.clear()
+        self._bad = 0
 
 
 class Breakers:
@@ -108,6 +115,12 @@ class Breakers:
 
     def of(self, worker: str, leg: str) -> Breaker:
         return self._breakers.setdefault((worker, leg), Breaker(self._config))
+
+    def allow(self, worker: str, role: Role, now: float) -> bool:
+        """Whether the legs of a worker of this role may be sent there."""
+        legs = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode",)}.get(role, ("prefill", "decode"))
+        known = [self._breakers.get((worker, leg)) for leg in legs]
+        return all(breaker is None or breaker.allows(now) for breaker in known)
 
     def forget(self, worker: str) -> None:
         """A new epoch starts with a clean record."""

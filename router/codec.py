@@ -47,6 +47,7 @@ class Codec:
         self.eos = files.eos_token_ids
         self._template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
         self._limits = limits
+        self.context = limits.context
         self._pool = pool
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: ident for ident, token in added.items() if token.special and token.content}

@@ -21,7 +21,7 @@ from router.front import Call, Front, Prepared
 from router.params import Params
 from router.replies import ChatStream, Collected, CompletionStream, EchoedPrompt, Frame
 from router.request import Outcome, Reply
-from router.sink import Sink
+from router.sink import KeepAlive, Sink
 from router.stats import Record
 from router.tenants import Tenant
 from runtime.errors import Cancelled, Draining, InvalidRequest, NotFound, PayloadTooLarge, PdserveError, Unsupported
@@ -77,6 +77,22 @@ class HttpFace:
         for method, path, handler in routes:
             app.router.add_route(method, path, handler)
         return app
+
+    def direct(self) -> dict[tuple[str, str], Handler]:
+        """The generating endpoints with everything around them, for a server that needs no router."""
+        around = self._middleware()
+
+        def wrapped(handler: Handler) -> Handler:
+            async def handle(request: web.Request) -> web.StreamResponse:
+                response: web.StreamResponse = await around(request, handler)
+                return response
+
+            return handle
+
+        return {
+            ("POST", "/v1/chat/completions"): wrapped(self.chat),
+            ("POST", "/v1/completions"): wrapped(self.completions),
+        }
 
     def admin_app(self) -> web.Application:
         app = web.Application(middlewares=[self._middleware()])
@@ -180,54 +196,41 @@ class HttpFace:
             for place in range(len(prepared.works))
         ]
         run = asyncio.create_task(self._front.generate(prepared, made))
-        try:
-            await self._until_first_byte(run, sink)
-            if not sink.wanted.is_set() and run.done():
-                run.result()  # an error before the first byte still has its status
-            await sink.open(request, {LABEL_HEADER: record.request_id} | self._cors.answer(request.headers))
-            await self._keep_alive(run, sink)
-        except BaseException:
-            run.cancel()
-            await asyncio.wait((run,))
-            if not run.cancelled():
-                run.exception()
-            raise
-        if run.cancelled():  # a slow client was cut off
-            record.failed(Cancelled("the client reads too slowly", reason="slow_client"))
-            raise ConnectionResetError("the client reads too slowly")
-        error = run.exception()
-        if error is None:
-            record.completed(run.result())
-            replies.write_end(frame, kind.kind, sink, record.outcomes)
-        else:
-            record.failed(_known(error))
-            sink.write(b"data: " + orjson.dumps(shapes.error_body(_known(error))) + b"\n\n")
+        with KeepAlive(sink, self._front.config.sse_keepalive_s) as alive:
+            try:
+                run.add_done_callback(lambda _: sink.want())
+                await sink.wanted
+                if run.done() and not sink.waits:
+                    run.result()  # an error before the first byte still has its status
+                await sink.open(request, {LABEL_HEADER: record.request_id} | self._cors.answer(request.headers))
+                alive.opened()
+                outcomes = await run
+            except PdserveError as error:
+                if not sink.opened:
+                    raise
+                record.failed(error)
+                sink.write(b"data: " + orjson.dumps(shapes.error_body(error)) + b"\n\n")
+                return await sink.finish()
+            except asyncio.CancelledError:
+                if sink.slow and run.cancelled():  # it was cut off, not gone by itself
+                    record.failed(Cancelled("the client reads too slowly", reason="slow_client"))
+                    raise ConnectionResetError("the client reads too slowly") from None
+                raise
+            except Exception as exc:
+                if not sink.opened or isinstance(exc, ConnectionError):
+                    raise
+                record.failed(_known(exc))
+                sink.write(b"data: " + orjson.dumps(shapes.error_body(_known(exc))) + b"\n\n")
+                return await sink.finish()
+            finally:
+                await _ended(run)
+        record.completed(outcomes)
+        replies.write_end(frame, kind.kind, sink, record.outcomes)
         return await sink.finish()
 
     def _slow(self, run: asyncio.Task[list[Outcome]]) -> None:
         self._front.stats.slow_client()
         run.cancel()
-
-    async def _until_first_byte(self, run: asyncio.Task[list[Outcome]], sink: Sink) -> None:
-        """Until there is something to send, the call has ended, or the client must see a sign of life."""
-        wanted = asyncio.ensure_future(sink.wanted.wait())
-        try:
-            await asyncio.wait(
-                (run, wanted), timeout=self._front.config.sse_keepalive_s, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            wanted.cancel()
-
-    async def _keep_alive(self, run: asyncio.Task[list[Outcome]], sink: Sink) -> None:
-        """A comment whenever the stream was silent for sse_keepalive_s."""
-        pause = self._front.config.sse_keepalive_s
-        loop = asyncio.get_running_loop()
-        while not run.done():
-            silent = loop.time() - sink.wrote_at
-            if silent >= pause:
-                sink.comment()
-                silent = 0.0
-            await asyncio.wait((run,), timeout=pause - silent)
 
     # text and tokens
 
@@ -355,11 +358,22 @@ class HttpFace:
 
 async def _body(request: web.Request) -> bytes:
     """Raises aiohttp's 413 while reading, InvalidRequest when the body does not come."""
+    if request.content.is_eof():  # it is here already, as for most
+        return await request.read()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError as exc:
         raise InvalidRequest("the body did not come in time", reason="request_timeout", field="body") from exc
+
+
+async def _ended(run: asyncio.Task[list[Outcome]]) -> None:
+    """However the handler leaves, what it started is over."""
+    if not run.done():
+        run.cancel()
+        await asyncio.wait((run,))
+    if not run.cancelled():
+        run.exception()
 
 
 def _status(error: PdserveError) -> int:

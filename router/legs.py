@@ -1,12 +1,13 @@
 """One attempt of one leg of a request at one worker: its reservation, its stream entry and its charge, as one value.
 
     RESERVING -> RESERVED -> RUNNING -> OVER
-close() from any state gives back what that state holds: a reservation is cancelled (by attempt when its id never
-arrived), a running leg is told to stop. It is idempotent, and nothing of a closed leg reaches the request any more.
+close() from any state gives back what that state holds: a reservation is cancelled (one still on its way as soon as it
+arrives), a running leg is told to stop. It is idempotent, and nothing of a closed leg reaches the request any more.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any, Protocol
@@ -30,9 +31,9 @@ class State(Enum):
 class Owner(Protocol):
     """The request a leg belongs to."""
 
-    def prefill_event(self, leg: PrefillLeg, event: prefill_pb2.PrefillEvent) -> None: ...
+    def prefill_event(self, leg: PrefillLeg, kind: str, body: Any) -> None: ...
 
-    def decode_event(self, leg: DecodeLeg, event: decode_pb2.DecodeEvent) -> None: ...
+    def decode_event(self, leg: DecodeLeg, kind: str, body: Any) -> None: ...
 
     def leg_lost(self, leg: PrefillLeg | DecodeLeg, error: PdserveError) -> None: ...
 
@@ -51,26 +52,32 @@ class _Leg:
         self.key = (ref.request_id, ref.attempt)
         self.state = State.RESERVING
         self.reservation_id = ""
+        self.refusal: PdserveError | None = None
+        self.heard = False  # its breaker knows how it went
         self.charge = charge
         self._spawn = spawn
 
-    async def reserve(self, router_id: str, needs: common_pb2.Needs, remaining_ms: int) -> PdserveError | None:
-        """None when the worker has booked the capacity; otherwise why not (and the leg is over)."""
+    def ask(self, router_id: str, needs: common_pb2.Needs, remaining_ms: int, then: Callable[[], None]) -> None:
+        """Ask the worker to book the capacity; `then` is called with its answer in `refusal` (None: it is booked)."""
         request = common_pb2.ReserveRequest(ref=self.ref, router_id=router_id, needs=needs, remaining_ms=remaining_ms)
-        try:
-            reply = await self.worker.reserve(self.name, request)
-        except PdserveError as error:
-            self.close("reservation failed")
-            return error
-        if not reply.reservation_id:
+        answer = self.worker.reserve(self.name, request)
+        answer.add_done_callback(lambda answer: self._answered(answer, then))
+
+    def _answered(self, answer: asyncio.Future[common_pb2.ReserveReply], then: Callable[[], None]) -> None:
+        error = WorkerLost("the worker is gone") if answer.cancelled() else answer.exception()
+        if error is not None:
+            self.refusal = error if isinstance(error, PdserveError) else PdserveError("internal error")
             self._end()
-            return errors.from_detail(reply.refusal)
-        if self.state is State.OVER:
-            self._give_back(reply.reservation_id)
-            return WorkerLost("the reservation came too late")
-        self.reservation_id = reply.reservation_id
-        self.state = State.RESERVED
-        return None
+            self._give_back("")  # it may have been granted before the answer was lost
+        elif not answer.result().reservation_id:
+            self.refusal = errors.from_detail(answer.result().refusal)
+            self._end()
+        elif self.state is State.OVER:
+            self._give_back(answer.result().reservation_id)
+        else:
+            self.reservation_id = answer.result().reservation_id
+            self.state = State.RESERVED
+        then()
 
     def over(self) -> None:
         """The worker has ended the leg by itself."""
@@ -85,7 +92,7 @@ class _Leg:
         self._end()
         if state is State.RUNNING:
             self._stop(reason)
-        elif state is not State.OVER:
+        elif state is State.RESERVED:
             self._give_back(self.reservation_id)
 
     @property
@@ -100,7 +107,9 @@ class _Leg:
         self.charge.close()
 
     def _give_back(self, reservation_id: str) -> None:
-        self._spawn(self.worker.cancel_reservation(self.name, reservation_id, self.ref))
+        job = self.worker.cancel_reservation(self.name, reservation_id, self.ref)
+        if job is not None:
+            self._spawn(job)
 
     # links.Leg
 
@@ -140,8 +149,8 @@ class PrefillLeg(_Leg):
         )
         self.state = State.RUNNING
 
-    def on_event(self, event: prefill_pb2.PrefillEvent) -> None:
-        self.owner.prefill_event(self, event)
+    def on_event(self, kind: str, body: Any) -> None:
+        self.owner.prefill_event(self, kind, body)
 
     def on_lost(self, error: PdserveError) -> None:
         if self._lost(error):
@@ -191,8 +200,8 @@ class DecodeLeg(_Leg):
             cancel = common_pb2.Cancel(ref=self.ref, reason="stop string", choices=[choice])
             link.send(self.key, decode_pb2.DecodeCommand(cancel=cancel))
 
-    def on_event(self, event: decode_pb2.DecodeEvent) -> None:
-        self.owner.decode_event(self, event)
+    def on_event(self, kind: str, body: Any) -> None:
+        self.owner.decode_event(self, kind, body)
 
     def on_lost(self, error: PdserveError) -> None:
         if self._lost(error):

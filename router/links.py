@@ -1,9 +1,10 @@
 """One long-lived stream per (worker, service), multiplexed over requests.
 
 A message carries every request's tokens of one engine step and is handed to the requests by plain calls: no queue and
-no task wake-up per request. Cancels and tickets overtake submissions. A lost stream is attached again within
-`reattach_s` to the same epoch with (request, attempt, next sequence); what the worker does not resume, or a worker that
-is gone for good (its port refuses), is lost to its requests at once.
+no task wake-up per request. Commands that wait together leave together, where the worker takes batches. Cancels and
+tickets overtake submissions. Reservations go the same way: a unary call costs ten times as much. A lost stream is
+attached again within `reattach_s` to the same epoch with (request, attempt, next sequence); what the worker does not
+resume, or a worker that is gone for good (its port refuses), is lost to its requests at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -26,6 +27,9 @@ ACK_EVERY = 32
 TOKENS_PER_MESSAGE = 100_000
 """Token ids are varints of at most 5 bytes: half a MiB, under the 1 MiB limit with everything else."""
 
+BATCH_COMMANDS = 256
+BATCH_BYTES = 512 << 10
+
 _RETRY_S = 0.05
 _EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  the stubs do not know it
 _log = structlog.get_logger("pdserve.router.links")
@@ -38,7 +42,7 @@ D = TypeVar("D", bound=prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand, co
 class Leg(Protocol):
     """A request's attempt as a link sees it. None of these may block or await."""
 
-    def on_event(self, event: Any) -> None: ...
+    def on_event(self, kind: str, body: Any) -> None: ...
 
     def on_step(self) -> None:
         """Everything of one message has been delivered."""
@@ -60,6 +64,12 @@ class Service(Protocol[D]):
 
     def ack(self, ref: common_pb2.AttemptRef, next_sequence: list[int]) -> D | None: ...
 
+    def batch(self, commands: list[Any]) -> D: ...
+
+    def reserve(self, request: common_pb2.ReserveRequest) -> D: ...
+
+    def unreserve(self, request: common_pb2.CancelReservationRequest) -> D: ...
+
 
 class Link(Generic[C]):
     """The stream to one service of one worker. on_load gets every Load report; on_lost is called once, when the stream
@@ -75,7 +85,9 @@ class Link(Generic[C]):
         on_lost: Callable[[PdserveError], None],
         on_connected: Callable[[], None],
         on_late: Callable[[], None],
+        streams_reserve: bool = False,
     ) -> None:
+        self.streams_reserve = streams_reserve
         self._service: Service[C] = service
         self._router_id = router_id
         self._epoch = epoch
@@ -87,7 +99,9 @@ class Link(Generic[C]):
         self._legs: dict[Key, Leg] = {}
         self._unacked: dict[Key, int] = {}
         self._urgent: deque[C] = deque()
-        self._submissions: deque[C] = deque()
+        self._submissions: deque[tuple[Key, C]] = deque()
+        self._unsent: dict[Key, int] = {}  # submissions that wait, by request
+        self._reserving: dict[Key, asyncio.Future[common_pb2.ReserveReply]] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._lost_at: float | None = None
@@ -115,7 +129,7 @@ class Link(Generic[C]):
         if self.closed:
             raise WorkerLost("the worker is gone")
         self._legs[key] = leg
-        self._submissions.extend(commands)
+        self._enqueue(key, commands)
         self._wake.set()
 
     def detach(self, key: Key, *last: C) -> bool:
@@ -125,9 +139,9 @@ class Link(Generic[C]):
         """
         self._legs.pop(key, None)
         self._unacked.pop(key, None)
-        waiting = [command for command in self._submissions if _key_of(command) == key] if self._submissions else []
-        if waiting:
-            self._submissions = deque(command for command in self._submissions if _key_of(command) != key)
+        if self._unsent.pop(key, 0):
+            waiting = [command for owner, command in self._submissions if owner == key]
+            self._submissions = deque(entry for entry in self._submissions if entry[0] != key)
             if any(command.HasField("submit") for command in waiting):
                 return False
         self.send(key, *last)
@@ -137,8 +151,32 @@ class Link(Generic[C]):
         """Ahead of waiting submissions (but never of the request's own), in order among themselves."""
         if not commands or self.closed:
             return
-        (self._submissions if self._unsent(key) else self._urgent).extend(commands)
+        if key in self._unsent:
+            self._enqueue(key, commands)
+        else:
+            self._urgent.extend(commands)
         self._wake.set()
+
+    def reserve(self, key: Key, request: common_pb2.ReserveRequest) -> asyncio.Future[common_pb2.ReserveReply]:
+        """The answer, or WorkerLost. Only where the worker takes reservations over the stream."""
+        answer: asyncio.Future[common_pb2.ReserveReply] = asyncio.get_running_loop().create_future()
+        if self.closed or not self.connected.is_set():
+            answer.set_exception(WorkerLost("the worker is gone"))
+            return answer
+        self._reserving[key] = answer
+        self._urgent.append(self._service.reserve(request))
+        self._wake.set()
+        return answer
+
+    def unreserve(self, request: common_pb2.CancelReservationRequest) -> None:
+        """Not answered: a reservation that stays expires by itself."""
+        if not self.closed:
+            self._urgent.append(self._service.unreserve(request))
+            self._wake.set()
+
+    def _enqueue(self, key: Key, commands: Sequence[C]) -> None:
+        self._submissions.extend((key, command) for command in commands)
+        self._unsent[key] = self._unsent.get(key, 0) + len(commands)
 
     async def _live(self) -> None:
         while not self.closed:
@@ -173,7 +211,7 @@ class Link(Generic[C]):
                     ref=common_pb2.AttemptRef(request_id=key[0], attempt=key[1]), next_sequence=leg.next_sequence()
                 )
                 for key, leg in resumed.items()
-                if not self._unsent(key)
+                if key not in self._unsent
             ]
             hello = common_pb2.Hello(
                 router_id=self._router_id,
@@ -187,16 +225,20 @@ class Link(Generic[C]):
             await self._read(call, asked)
         finally:
             call.cancel()
+            self._lose_reservations()
 
-    def _unsent(self, key: Key) -> bool:
-        """A submission still waiting here was never seen by the worker: there is nothing to resume."""
-        return any(_key_of(command) == key for command in self._submissions)
+    def _lose_reservations(self) -> None:
+        """Their answers went with the stream."""
+        asked, self._reserving = self._reserving, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_exception(WorkerLost("the worker's stream broke"))
 
     async def _read(self, call: Any, asked: set[Key]) -> None:
         writer: asyncio.Task[None] | None = None
         try:
-            async for message in _messages(call):
-                if message.events and message.events[0].HasField("welcome"):
+            while (message := await call.read()) is not _EOF:
+                if writer is None and message.events and message.events[0].HasField("welcome"):
                     self._welcome(message.events[0].welcome, asked)
                     writer = asyncio.create_task(self._write(call))
                 self._deliver(message)
@@ -217,23 +259,48 @@ class Link(Generic[C]):
     async def _write(self, call: Any) -> None:
         while True:
             while self._urgent or self._submissions:
-                queue = self._urgent or self._submissions
-                command = queue.popleft()
-                await call.write(command)
+                await call.write(self._next_message())
             self._wake.clear()
             await self._wake.wait()
 
+    def _next_message(self) -> C:
+        """One command, or as many as wait and fit, in order."""
+        first = self._pop()
+        if not self.streams_reserve or not (self._urgent or self._submissions):
+            return first
+        commands, size = [first], first.ByteSize()
+        while (self._urgent or self._submissions) and len(commands) < BATCH_COMMANDS:
+            size += (self._urgent[0] if self._urgent else self._submissions[0][1]).ByteSize() + 4
+            if size > BATCH_BYTES:
+                break
+            commands.append(self._pop())
+        return first if len(commands) == 1 else self._service.batch(commands)
+
+    def _pop(self) -> C:
+        if self._urgent:
+            return self._urgent.popleft()
+        key, command = self._submissions.popleft()
+        left = self._unsent[key] - 1
+        if left:
+            self._unsent[key] = left
+        else:
+            del self._unsent[key]
+        return command
+
     def _deliver(self, message: Any) -> None:
         """The hot path: every event of one engine step, straight to its request."""
+        legs = self._legs
         touched: dict[Key, Leg] = {}
         for event in message.events:
-            key = (event.ref.request_id, event.ref.attempt)
-            leg = self._legs.get(key)
+            kind = event.WhichOneof("event")
+            ref = event.ref
+            key = (ref.request_id, ref.attempt)
+            leg = legs.get(key)
             if leg is None:
-                self._on_late()  # late, or of a superseded attempt
+                self._stray(kind, key, event)
                 continue
             try:
-                leg.on_event(event)
+                leg.on_event(kind, getattr(event, kind))
             except Exception as exc:  # noqa: BLE001  RPC boundary: one request's fault must not end the others'
                 self._isolate(key, exc)
                 continue
@@ -246,6 +313,19 @@ class Link(Generic[C]):
             self._acknowledge(key, leg)
         if message.HasField("load"):
             self._on_load(message.load)
+
+    def _stray(self, kind: str | None, key: Key, event: Any) -> None:
+        """Of no running leg: an answer to reserve, or late, or of a superseded attempt."""
+        if kind == "reserved":
+            answer = self._reserving.pop(key, None)
+            if answer is not None and not answer.done():
+                answer.set_result(event.reserved)
+                return
+            if event.reserved.reservation_id:  # nobody waits for it any more
+                reservation_id = event.reserved.reservation_id
+                self.unreserve(common_pb2.CancelReservationRequest(ref=event.ref, reservation_id=reservation_id))
+        if kind != "welcome":
+            self._on_late()
 
     def _acknowledge(self, key: Key, leg: Leg) -> None:
         if key not in self._legs:
@@ -273,16 +353,10 @@ class Link(Generic[C]):
     def _lose_all(self, error: PdserveError) -> None:
         self._urgent.clear()
         self._submissions.clear()
+        self._unsent.clear()
+        self._lose_reservations()
         for key in list(self._legs):
             self._lose(key, error)
-
-
-async def _messages(call: Any) -> AsyncIterator[Any]:
-    while True:
-        message = await call.read()
-        if message is _EOF:
-            return
-        yield message
 
 
 def _is_gone(exc: grpc.aio.AioRpcError) -> bool:
@@ -296,14 +370,6 @@ def _is_gone(exc: grpc.aio.AioRpcError) -> bool:
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.INVALID_ARGUMENT,
     )
-
-
-def _key_of(command: Any) -> Key | None:
-    """The request a queued command belongs to."""
-    kind = command.WhichOneof("command")
-    body = getattr(command, kind)
-    ref = body.request.ref if isinstance(body, decode_pb2.DecodeSubmit) else body.ref
-    return (ref.request_id, ref.attempt)
 
 
 def split_tokens(work: common_pb2.WorkRequest) -> Iterator[common_pb2.TokenChunk]:

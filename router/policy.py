@@ -88,6 +88,13 @@ def choose(
     )
 
 
+def serves(workers: Iterable[WorkerState]) -> bool:
+    """Whether somebody usable is there for each leg, of one group."""
+    usable = [worker for worker in workers if worker.usable]
+    prefills = {worker.group for worker in usable if worker.role is not Role.DECODE}
+    return any(worker.role is not Role.PREFILL and worker.group in prefills for worker in usable)
+
+
 def choose_decode(workers: Iterable[WorkerState], length: int, group: str, refused: frozenset[str]) -> str | None:
     """Another decode worker for a ticket that exists already."""
     fitting = [

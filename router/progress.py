@@ -46,8 +46,12 @@ class Choice:
     index: int
     detokenizer: Detokenizer
     matcher: StopMatcher
-    next_sequence: int = 0
+    tokens: list[int] = field(default_factory=list)  # accepted, in order: what a continuation starts from
     finish: Finish | None = None
+
+    @property
+    def next_sequence(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(slots=True)
@@ -81,6 +85,12 @@ class Progress:
     def next_sequences(self) -> list[int]:
         return [choice.next_sequence for choice in self.choices]
 
+    def end(self, index: int) -> tuple[Delta | None, Finish]:
+        """A choice that has all its tokens and no finish from a worker: it ends by length, with the text held back."""
+        delta, finish = self._advance(self.choices[index], [], [], LENGTH)
+        assert finish is not None
+        return delta, finish
+
     def accept(
         self,
         index: int,
@@ -111,7 +121,7 @@ class Progress:
         self, choice: Choice, fresh: list[int], scores: list[common_pb2.TokenLogprob], finish: int
     ) -> tuple[Delta | None, Finish | None]:
         text, used, stop = self._read(choice, fresh, finish)
-        choice.next_sequence += used
+        choice.tokens += fresh if used == len(fresh) else fresh[:used]
         if stop:
             choice.finish = Finish(choice.index, STOP, stop)
         elif finish != GOES_ON:

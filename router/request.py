@@ -65,6 +65,22 @@ class Ledger:
     handoff: common_pb2.StageTimes = field(default_factory=common_pb2.StageTimes)
     decode: common_pb2.StageTimes = field(default_factory=common_pb2.StageTimes)
 
+    # what passages report; a continuation's prefill is its own affair: the prompt was computed once before
+
+    def placed(self, prefill: str, decode: str) -> None:
+        self.prefill_worker = prefill or self.prefill_worker
+        self.decode_worker = decode
+
+    def prefilled(self, times: common_pb2.StageTimes) -> None:
+        if not self.prefill.ByteSize():
+            self.prefill = times
+
+    def handed_over(self, times: common_pb2.StageTimes) -> None:
+        self.handoff = times
+
+    def decoded(self, times: common_pb2.StageTimes) -> None:
+        self.decode = times
+
     def wire(self) -> inference_pb2.Ledger:
         source = self.prefill if self.prefill_worker != self.decode_worker else self.decode
         return inference_pb2.Ledger(

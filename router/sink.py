@@ -26,7 +26,7 @@ HEADERS = {
 class Sink:
     """One client's stream. write() and flush() are plain calls and never raise; open() and finish() are the handler's.
 
-    wanted: set when there is something to send. on_slow: called once when the client reads too slowly, after which
+    wanted: done when the response should be opened. on_slow: called once when the client reads too slowly, after which
     nothing more is written.
     """
 
@@ -39,8 +39,24 @@ class Sink:
         self._chunked = True
         self._cut = False
         self._ended = False
-        self.wanted = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self.wanted: asyncio.Future[None] = self._loop.create_future()
         self.wrote_at = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Something is there to send."""
+        return bool(self._frames)
+
+    @property
+    def slow(self) -> bool:
+        """The client was cut off."""
+        return self._cut
+
+    def want(self) -> None:
+        """Open the response, whether there is anything to send or not."""
+        if not self.wanted.done():
+            self.wanted.set_result(None)
 
     @property
     def opened(self) -> bool:
@@ -55,7 +71,7 @@ class Sink:
         if not self._frames:
             return
         if self._transport is None:
-            self.wanted.set()
+            self.want()
             return
         frames = b"".join(self._frames)
         self._frames.clear()
@@ -94,7 +110,7 @@ class Sink:
         transport = self._transport
         if transport is None or self._cut or transport.is_closing():
             return
-        self.wrote_at = asyncio.get_running_loop().time()
+        self.wrote_at = self._loop.time()
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         transport.write(data)
@@ -102,3 +118,31 @@ class Sink:
             self._cut = True
             transport.abort()  # an orderly end would wait for the client to read
             self._on_slow()
+
+
+class KeepAlive:
+    """A sign of life whenever a stream was silent for `pause_s`: the response is opened, then comments follow."""
+
+    def __init__(self, sink: Sink, pause_s: float) -> None:
+        self._sink = sink
+        self._pause_s = pause_s
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(pause_s, sink.want)
+
+    def opened(self) -> None:
+        """Comments from now on."""
+        self._timer.cancel()
+        self._timer = self._loop.call_later(0.0 if not self._sink.wrote_at else self._pause_s, self._look)
+
+    def _look(self) -> None:
+        silent = self._loop.time() - self._sink.wrote_at
+        if silent >= self._pause_s:
+            self._sink.comment()
+            silent = 0.0
+        self._timer = self._loop.call_later(self._pause_s - silent, self._look)
+
+    def __enter__(self) -> KeepAlive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()

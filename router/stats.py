@@ -12,7 +12,6 @@ from runtime.errors import Cancelled, PdserveError
 from runtime.metrics import Metrics
 
 STAGES = ("render_s", "queue_s", "route_s", "prefill_s", "handoff_wait_s", "transfer_s", "decode_s", "checksum_s")
-_log = structlog.get_logger("pdserve.router.requests")
 
 
 class Record:
@@ -36,13 +35,18 @@ class Record:
 class Stats:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
+        # Bound once: looking the configuration up again for every request costs more than writing the line.
+        self._log = structlog.get_logger("pdserve.router.requests").bind()
         self._requests = metrics.counter("pdserve_requests", "Calls by their one terminal event", ["outcome", "reason"])
+        self._completed_requests = self._requests.labels("completed", "")
         self._errors = metrics.counter("pdserve_error_answers", "Error answers by reason", ["reason"])
         self._inflight = metrics.gauge("pdserve_requests_inflight", "Calls being answered")
         self._ttft = metrics.histogram("pdserve_ttft_seconds", "Arrival to first token")
         self._itl = metrics.histogram("pdserve_itl_seconds", "Mean time between tokens of a request")
-        self._stage = metrics.histogram("pdserve_stage_seconds", "Seconds of each stage of a request", ["stage"])
-        self._prompt = metrics.counter("pdserve_prompt_tokens", "Prompt tokens of completed requests", ["source"])
+        stage = metrics.histogram("pdserve_stage_seconds", "Seconds of each stage of a request", ["stage"])
+        self._stages = [(name, stage.labels(name.removesuffix("_s"))) for name in STAGES]
+        prompt = metrics.counter("pdserve_prompt_tokens", "Prompt tokens of completed requests", ["source"])
+        self._cached, self._computed = prompt.labels("cached"), prompt.labels("computed")
         self._completion = metrics.counter("pdserve_completion_tokens", "Tokens of completed answers")
         self._moved = metrics.counter("pdserve_transfer_bytes", "Bytes moved between workers")
         self._clients = metrics.counter("pdserve_router_client_events", "Slow or vanished clients", ["event"])
@@ -77,7 +81,7 @@ class Stats:
             if record.error is not None:
                 self._ended(record, record.error)
             else:
-                self._requests.labels("completed", "").inc()
+                self._completed_requests.inc()
                 self._completed(record)
         finally:
             self._inflight.dec()
@@ -85,7 +89,7 @@ class Stats:
     def _ended(self, record: Record, error: PdserveError) -> None:
         outcome = _outcome(error)
         self._requests.labels(outcome, _bounded(error.reason)).inc()
-        _log.info(
+        self._log.info(
             "request",
             outcome=outcome,
             reason=error.reason,
@@ -101,13 +105,13 @@ class Stats:
             self._ttft.observe(max(0.0, ledger.first_token_s))
             if outcome.completion_tokens > 1:
                 self._itl.observe(max(0.0, (ledger.total_s - ledger.first_token_s) / (outcome.completion_tokens - 1)))
-            for stage in STAGES:
-                self._stage.labels(stage.removesuffix("_s")).observe(max(0.0, getattr(ledger, stage)))
-            self._prompt.labels("cached").inc(outcome.cached_tokens)
-            self._prompt.labels("computed").inc(outcome.prompt_tokens - outcome.cached_tokens)
+            for name, stage in self._stages:
+                stage.observe(max(0.0, getattr(ledger, name)))
+            self._cached.inc(outcome.cached_tokens)
+            self._computed.inc(outcome.prompt_tokens - outcome.cached_tokens)
             self._completion.inc(outcome.completion_tokens)
             self._moved.inc(ledger.transfer_bytes)
-            _log.info(
+            self._log.info(
                 "request",
                 outcome="completed",
                 request_id=outcome.request_id,

@@ -38,6 +38,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as exc:
             raise InvalidRequest("the model's chat template cannot be compiled", field="model") from exc
+        # jinja2 looks its chained globals up name by name for every rendering; they never change here.
+        self._template.globals = dict(self._template.globals)
         self._variables = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:

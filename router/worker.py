@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,15 @@ class PrefillService:
     def hello(self, hello: common_pb2.Hello) -> prefill_pb2.PrefillCommand:
         return prefill_pb2.PrefillCommand(hello=hello)
 
+    def batch(self, commands: list[Any]) -> prefill_pb2.PrefillCommand:
+        return prefill_pb2.PrefillCommand(batch=commands)
+
+    def reserve(self, request: common_pb2.ReserveRequest) -> prefill_pb2.PrefillCommand:
+        return prefill_pb2.PrefillCommand(reserve=request)
+
+    def unreserve(self, request: common_pb2.CancelReservationRequest) -> prefill_pb2.PrefillCommand:
+        return prefill_pb2.PrefillCommand(cancel_reservation=request)
+
     def ack(self, ref: common_pb2.AttemptRef, next_sequence: list[int]) -> None:
         del ref, next_sequence  # nothing to forget before the leg is done
 
@@ -62,6 +71,15 @@ class DecodeService:
 
     def hello(self, hello: common_pb2.Hello) -> decode_pb2.DecodeCommand:
         return decode_pb2.DecodeCommand(hello=hello)
+
+    def batch(self, commands: list[Any]) -> decode_pb2.DecodeCommand:
+        return decode_pb2.DecodeCommand(batch=commands)
+
+    def reserve(self, request: common_pb2.ReserveRequest) -> decode_pb2.DecodeCommand:
+        return decode_pb2.DecodeCommand(reserve=request)
+
+    def unreserve(self, request: common_pb2.CancelReservationRequest) -> decode_pb2.DecodeCommand:
+        return decode_pb2.DecodeCommand(cancel_reservation=request)
 
     def ack(self, ref: common_pb2.AttemptRef, next_sequence: list[int]) -> decode_pb2.DecodeCommand:
         return decode_pb2.DecodeCommand(ack=decode_pb2.Ack(ref=ref, next_sequence=next_sequence))
@@ -97,12 +115,15 @@ class Worker:
     ) -> None:
         self.record = record
         self.facts: worker_pb2.DescribeReply | None = None
+        self.group = ""  # whoever shares it may exchange pages
+        self.has_slots = False
         self.inflight_prefill_tokens = 0
         self.inflight_requests = 0
         self.served = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self.lost = asyncio.Event()  # a stream is gone for good
+        self._asking: set[asyncio.Future[common_pb2.ReserveReply]] = set()
         self._load = common_pb2.Load()
         self._config = config
         self._router_id = router_id
@@ -122,14 +143,6 @@ class Worker:
     def role(self) -> Role | None:
         return ROLES.get(self.record.role)
 
-    @property
-    def group(self) -> str:
-        return layout_group(self.facts.layout) if self.facts is not None else ""
-
-    @property
-    def has_slots(self) -> bool:
-        return self.facts is not None and any(not part.paged for part in self.facts.layout.components)
-
     def can(self, feature: str) -> bool:
         """Whether it named the feature in Describe."""
         return self.facts is not None and feature in self.facts.features
@@ -146,6 +159,8 @@ class Worker:
     def connect(self, facts: worker_pb2.DescribeReply) -> None:
         """Open the streams its role needs. Called again when the role changes."""
         self.facts = facts
+        self.group = layout_group(facts.layout)
+        self.has_slots = any(not part.paged for part in facts.layout.components)
         role = self.role
         if role is not Role.DECODE and self.prefill is None:
             self.prefill = self._link(self._prefill_service, facts.epoch)
@@ -198,8 +213,22 @@ class Worker:
             needed.append(self.decode)
         return all(link is not None and link.connected.is_set() for link in needed)
 
-    async def reserve(self, leg: str, request: common_pb2.ReserveRequest) -> common_pb2.ReserveReply:
-        """leg: "prefill" or "decode". Raises PdserveError when the worker does not answer."""
+    def reserve(self, leg: str, request: common_pb2.ReserveRequest) -> asyncio.Future[common_pb2.ReserveReply]:
+        """leg: "prefill" or "decode". The answer, or PdserveError when the worker does not answer. Not to be
+        cancelled: what was granted meanwhile must be given back."""
+        link: Link[Any] | None = self.prefill if leg == "prefill" else self.decode
+        if link is not None and link.streams_reserve:
+            answer = link.reserve((request.ref.request_id, request.ref.attempt), request)
+            timeout = min(RESERVE_TIMEOUT_S, request.remaining_ms / 1000)
+            timer = asyncio.get_running_loop().call_later(timeout, _give_up, answer)
+            answer.add_done_callback(lambda _: timer.cancel())
+            return answer
+        call = asyncio.ensure_future(self._reserve(leg, request))
+        self._asking.add(call)
+        call.add_done_callback(self._asking.discard)
+        return call
+
+    async def _reserve(self, leg: str, request: common_pb2.ReserveRequest) -> common_pb2.ReserveReply:
         stub = self._stub(leg)
         timeout = min(RESERVE_TIMEOUT_S, request.remaining_ms / 1000)
         try:
@@ -211,9 +240,18 @@ class Worker:
             raise WorkerLost("the worker is gone") from exc
         return reply
 
-    async def cancel_reservation(self, leg: str, reservation_id: str, ref: common_pb2.AttemptRef) -> None:
-        """Idempotent. A worker that does not answer lets the reservation expire by itself."""
+    def cancel_reservation(
+        self, leg: str, reservation_id: str, ref: common_pb2.AttemptRef
+    ) -> Coroutine[Any, Any, None] | None:
+        """Idempotent; what is left to await, if anything. A worker that does not answer lets it expire by itself."""
         request = common_pb2.CancelReservationRequest(reservation_id=reservation_id, ref=ref)
+        link: Link[Any] | None = self.prefill if leg == "prefill" else self.decode
+        if link is not None and link.streams_reserve:
+            link.unreserve(request)
+            return None
+        return self._cancel_reservation(leg, request)
+
+    async def _cancel_reservation(self, leg: str, request: common_pb2.CancelReservationRequest) -> None:
         try:
             with rpc.translated():
                 await self._stub(leg).CancelReservation(request, timeout=RESERVE_TIMEOUT_S)
@@ -236,6 +274,7 @@ class Worker:
             on_lost=lambda _: self.lost.set(),
             on_connected=self._on_change,
             on_late=self._on_late,
+            streams_reserve=self.can("stream_reserve"),
         )
         link.start()
         return link
@@ -251,6 +290,11 @@ class Worker:
     async def close(self, error: PdserveError) -> None:
         await self.disconnect(error)
         await self._channel.close(None)
+
+
+def _give_up(answer: asyncio.Future[common_pb2.ReserveReply]) -> None:
+    if not answer.done():
+        answer.set_exception(WorkerLost("the worker does not answer", reason="reserve_timeout"))
 
 
 def _really_cancelled(exc: BaseException) -> bool:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any, TextIO
 
+import orjson
 import structlog
 
 from runtime.config import Config
@@ -90,4 +91,9 @@ def _described(value: Any) -> str:
 def _renderers(out: TextIO) -> list[structlog.typing.Processor]:
     if out.isatty():
         return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_json)]
+
+
+def _json(entry: Any, **_: Any) -> str:
+    """A tenth of json.dumps' time, which counts where every request has its line."""
+    return orjson.dumps(entry, default=str, option=orjson.OPT_NON_STR_KEYS).decode()

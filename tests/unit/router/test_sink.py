@@ -57,9 +57,9 @@ class Client:
 async def test_frames_before_the_response_is_open_wait_and_ask_for_it() -> None:
     client = Client()
     client.sink.write(b"one")
-    assert not client.sink.wanted.is_set()
+    assert not client.sink.wanted.done()
     client.sink.flush()
-    assert client.sink.wanted.is_set()
+    assert client.sink.wanted.done()
     assert client.transport.writes == []
 
     client.open()

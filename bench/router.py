@@ -1,0 +1,125 @@
+"""The router alone: requests per second of its CPU, and the latency it adds, between workers that take no time.
+
+python -m bench.router [--json] [--model smollm2] [--seconds 4]
+
+Rendering, tokenizing, routing, reserving, streaming and formatting included. Router, workers and load generator are
+three processes; only the router's CPU time is counted (all its threads, from /proc). Short replies have 4 tokens,
+streams 64, one per engine step. `shared` streams: four tokens of a step share a message, as under load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from runtime.config import Config
+
+CASES = (("short", 1, 64), ("short", 1, 256), ("stream", 1, 64), ("stream", 1, 256), ("stream", 4, 256))
+LATENCY_CASE = ("short", 1, 16)
+START_S = 30.0
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of all threads, to the nanosecond where the kernel keeps schedstat."""
+    return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def router(model: str) -> Iterator[tuple[int, str, str]]:
+    """(pid, http, grpc) of a router process of its own. Its log is thrown away, but written."""
+    http, grpc = free_port(), free_port()
+    config = Config(model=model, http_listen=http, grpc_listen=grpc, max_inflight=4096, max_queue=4096)
+    environment = dict(os.environ) | config.child_environment() | {"RAYON_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pdserve", "router"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process.pid, http, grpc
+    finally:
+        process.terminate()
+        process.wait(15)
+
+
+@contextmanager
+def workers(grpc: str, model: str, per_step: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "bench._null_workers", grpc, model, str(per_step)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def load(http: str, model: str, mode: str, concurrency: int, seconds: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench._http_load", http, model, mode, str(concurrency), str(seconds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def _until_ready(http: str, model: str) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        try:
+            if load(http, model, "short", 1, 0.05)["failed"] == 0:
+                return
+        except subprocess.CalledProcessError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError("the router did not become ready")
+
+
+def measure(model: str, mode: str, per_step: int, concurrency: int, seconds: float) -> dict[str, Any]:
+    with ExitStack() as stack:
+        pid, http, grpc = stack.enter_context(router(model))
+        stack.enter_context(workers(grpc, model, per_step))
+        _until_ready(http, model)
+        load(http, model, mode, concurrency, 1.0)  # caches and connections are warm
+        before = cpu_s(pid)
+        seen = load(http, model, mode, concurrency, seconds)
+        used = cpu_s(pid) - before
+    return {
+        "case": mode if per_step == 1 else f"{mode} ({per_step} tokens a step)",
+        "concurrency": concurrency,
+        "requests_per_cpu_s": seen["requests"] / used,
+        "cpu_share": used / seen["seconds"],
+        **seen,
+    }
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    options = parser.parse_args(arguments)
+    rows = [measure(options.model, *case, seconds=options.seconds) for case in (*CASES, LATENCY_CASE)]
+    if options.json:
+        print(json.dumps({"rows": rows}))
+        return int(any(row["failed"] for row in rows))
+    print(f"{'case':<26}{'conc.':>6}{'req/CPU-s':>11}{'req/s':>8}{'p50 ms':>9}{'p99 ms':>9}{'failed':>8}")
+    for row in rows:
+        print(
+            f"{row['case']:<26}{row['concurrency']:>6}{row['requests_per_cpu_s']:>11.0f}"
+            f"{row['requests'] / row['seconds']:>8.0f}{row['p50_ms']:>9.2f}{row['p99_ms']:>9.2f}{row['failed']:>8}"
+        )
+    return int(any(row["failed"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,530 @@
+"""One passage of a request through the fleet: reserve -> prefill -> hand off -> decode, at one pair or at one worker.
+
+A passage owns both legs with their reservations, stream entries and charges, and gives all of it back in close(), on
+every path. It knows nothing of other passages: tokens, and the one failure that ends it, go to its owner, which decides
+what becomes of the request. The one thing it repairs by itself is a decode worker that fails before it has confirmed:
+the same ticket goes to another one, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from router import policy
+from router.booking import Booking
+from router.breaker import Breakers, result_of
+from router.continuity import Piece
+from router.fleet import Fleet
+from router.legs import DecodeLeg, PrefillLeg
+from router.pressure import Pressure, joined
+from router.progress import GOES_ON
+from router.request import Ledger, Work
+from router.worker import Worker
+from runtime import errors
+from runtime.clock import Clock
+from runtime.config import Config
+from runtime.errors import Cancelled, DeadlineExceeded, KvLost, PdserveError, WorkerLost
+
+MAX_DECODE_ATTEMPTS = 3
+TokenLogprob = common_pb2.TokenLogprob
+_ENDED = Cancelled("this passage is over")
+
+
+class Shared(Protocol):
+    """What all passages use."""
+
+    fleet: Fleet
+    booking: Booking
+    breakers: Breakers
+    pressure: Pressure
+    config: Config
+    clock: Clock
+    router_id: str
+
+    def spawn(self, job: Coroutine[Any, Any, None]) -> None: ...
+
+
+class Owner(Protocol):
+    """The request. accept() raises PdserveError when the worker's tokens cannot be right."""
+
+    work: Work
+    ledger: Ledger
+
+    def accept(
+        self,
+        choice: int,
+        sequence: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        finish: int,
+    ) -> None: ...
+
+    def open_choices(self, choices: Sequence[int]) -> list[int]:
+        """Those that have not ended."""
+        ...
+
+    def next_sequence(self, choice: int) -> int: ...
+
+    def prompt_logprobs(self, offset: int, entries: Sequence[TokenLogprob]) -> None: ...
+
+    def step(self) -> None: ...
+
+    def failed(self, passage: Passage, error: PdserveError, lost: bool) -> None:
+        """The passage is over and holds nothing any more. lost: a stream broke, the worker may be dead."""
+        ...
+
+    def moved(self, passage: Passage) -> None:
+        """Its timer has changed."""
+        ...
+
+
+class Passage:
+    """avoid: workers that have failed this request already, by leg."""
+
+    def __init__(self, owner: Owner, shared: Shared, piece: Piece, avoid: dict[str, frozenset[str]]) -> None:
+        self.owner = owner
+        self.shared = shared
+        self.piece = piece
+        self.prefill: PrefillLeg | None = None
+        self.decode: DecodeLeg | None = None
+        self.local = False
+        self.moved_at: float | None = None  # the last progress; None until it is sent
+        self.begun = False  # the first token is there
+        self.over = False
+        self._avoid = avoid
+        self._source: Worker | None = None  # where the prompt is computed
+        self._ticket: prefill_pb2.TicketIssued | None = None
+        self._first_seen = False  # the first token of every choice is there
+        self._handed_over = False
+        self._ended: set[int] = set()  # choices, as the decode worker told
+        self._held: list[decode_pb2.ChoiceTokens] = []  # not yet looked at: ahead of P's answer, or under pressure
+        self._refused_decode: set[str] = set(avoid.get("decode", ()))
+        self._replacing: asyncio.Task[None] | None = None
+        self._decode_tries = 0
+
+    # reserve
+
+    async def place(self, patience_s: float | None = None) -> None:
+        """Book and send. Raises PdserveError. patience_s: of one that goes on: it waits for a worker that is not there
+        no longer than this, and in no line."""
+        started = self._now()
+        before = self.owner.ledger.route_s
+        length = len(self.piece.tokens) + self._left()
+        choice = await self.shared.booking.book(length, self._deadline, self._attempt, self._avoid, patience_s)
+        ledger = self.owner.ledger
+        ledger.queue_s += self._now() - started - (ledger.route_s - before)
+        self.local = isinstance(choice, policy.Local)
+        if self.over:  # the request ended while it waited
+            self.close("settled")
+            raise _ENDED
+        self._submit()
+
+    async def _attempt(self, choice: policy.Pair | policy.Local) -> dict[str, PdserveError]:
+        """Book at every worker of the choice at once; all or nothing."""
+        started = self._now()
+        legs: list[PrefillLeg | DecodeLeg] = []
+        try:
+            if isinstance(choice, policy.Local):
+                self.decode = self._decode_leg(choice.worker, local=True)
+                legs.append(self.decode)
+            else:
+                self.prefill = self._prefill_leg(choice.prefill)
+                legs.append(self.prefill)
+                self.decode = self._decode_leg(choice.decode, local=False)
+                legs.append(self.decode)
+        except KeyError:  # it left between choice and attempt
+            for leg in legs:
+                leg.close("refused")
+            return {"decode": WorkerLost("the worker left")}
+        await self._ask(legs, local=isinstance(choice, policy.Local))
+        refusals = {leg.name: leg.refusal for leg in legs if leg.refusal is not None}
+        if refusals:
+            for leg in legs:
+                self._heard(leg, refusals.get(leg.name, _ENDED))
+                leg.close("refused")
+            self.prefill = self.decode = None
+        self.owner.ledger.route_s += self._now() - started
+        return refusals
+
+    async def _ask(self, legs: Sequence[PrefillLeg | DecodeLeg], *, local: bool) -> None:
+        """Returns when every leg has its answer."""
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        left = len(legs)
+
+        def one() -> None:
+            nonlocal left
+            left -= 1
+            if not left and not answered.done():
+                answered.set_result(None)
+
+        remaining_ms = self._remaining_ms()
+        for leg in legs:
+            leg.ask(self.shared.router_id, self._needs(leg, local), remaining_ms, one)
+        await answered
+
+    def _needs(self, leg: PrefillLeg | DecodeLeg, local: bool) -> common_pb2.Needs:
+        count, choices = len(self.piece.tokens), len(self.piece.choices)
+        needs = common_pb2.Needs(prompt_tokens=count, choices=choices)
+        if leg.name == "prefill" or local:
+            needs.prefill_tokens = count
+        if leg.name == "decode":
+            needs.headroom_tokens = min(self.shared.config.headroom_tokens, self._left())
+        if leg.worker.has_slots:
+            needs.slots = choices
+        return needs
+
+    def _prefill_leg(self, worker_id: str) -> PrefillLeg:
+        worker = self._worker(worker_id)
+        self.owner.ledger.prefill_attempts += 1
+        ref = common_pb2.AttemptRef(request_id=self.piece.request_id, attempt=self.owner.ledger.prefill_attempts)
+        charge = worker.charge(prefill_tokens=len(self.piece.tokens), requests=1)
+        leg = PrefillLeg(self, worker, ref, charge, self.shared.spawn)
+        self.shared.breakers.of(worker_id, "prefill").send(leg.key, self._now())
+        return leg
+
+    def _decode_leg(self, worker_id: str, *, local: bool) -> DecodeLeg:
+        worker = self._worker(worker_id)
+        self.owner.ledger.decode_attempts += 1
+        self._decode_tries += 1
+        ref = common_pb2.AttemptRef(request_id=self.piece.request_id, attempt=self.owner.ledger.decode_attempts)
+        charge = worker.charge(prefill_tokens=len(self.piece.tokens) if local else 0, requests=1)
+        leg = DecodeLeg(self, worker, ref, charge, self.shared.spawn)
+        self.shared.breakers.of(worker_id, "decode").send(leg.key, self._now())
+        return leg
+
+    def _worker(self, worker_id: str) -> Worker:
+        worker = self.shared.fleet.worker(worker_id)
+        if worker is None:
+            raise KeyError(worker_id)
+        return worker
+
+    # prefill, hand off, decode
+
+    def _submit(self) -> None:
+        """Both at once: D allocates while P computes. Raises WorkerLost."""
+        assert self.decode is not None
+        self._source = self.prefill.worker if self.prefill is not None else self.decode.worker
+        self.owner.ledger.placed(self._source.id, self.decode.worker.id)
+        if self.prefill is not None:
+            self.prefill.submit(self._wire(self.prefill.ref))
+        self.decode.submit(self._wire(self.decode.ref), local=self.local)
+        self.moved_at = self._now()
+        self.owner.moved(self)
+
+    def _wire(self, ref: common_pb2.AttemptRef) -> common_pb2.WorkRequest:
+        work, piece = self.owner.work, self.piece
+        request = common_pb2.WorkRequest(
+            ref=ref,
+            tokens=piece.tokens,
+            prompt_len=piece.prompt_len,
+            sampling=work.sampling,
+            n=len(piece.choices),
+            choice=piece.choice,
+            salt=work.salt,
+            remaining_ms=self._remaining_ms(),
+            traceparent=work.traceparent,
+        )
+        if piece.first_sequence:  # the prompt's scores are there: asking again would only keep it from the cache
+            request.sampling.prompt_logprobs = False
+        return request
+
+    def prefill_event(self, leg: PrefillLeg, kind: str, body: Any) -> None:
+        if leg is not self.prefill:
+            return
+        if kind == "ticket":
+            self._ticket = body
+            if self.decode is not None:
+                self.decode.ticket(body)
+        elif kind == "prompt_logprobs":
+            self.owner.prompt_logprobs(body.offset, body.entries)
+        elif kind == "done":
+            self._prefilled(leg, body)
+        elif kind == "failed":
+            leg.over()
+            self._source_failed(leg, errors.from_detail(body), lost=False)
+
+    def _prefilled(self, leg: PrefillLeg, done: prefill_pb2.PrefillDone) -> None:
+        """P's whole answer: the first token of every choice. From here D's tokens count."""
+        if leg.done:
+            return
+        leg.done = True
+        leg.charge.close()
+        self._heard(leg, None)
+        first = self.piece.first_sequence
+        self.owner.ledger.prefilled(done.times)
+        for one in done.first:
+            logprobs = [one.logprob] if one.HasField("logprob") else []
+            if not self._accept(one.choice, first, [one.token], logprobs, one.finish):
+                return
+        if self.over:
+            return
+        if any(self.owner.next_sequence(choice) <= first for choice in self.owner.open_choices(self.piece.choices)):
+            error = WorkerLost("the prefill worker left out a choice", reason="sequence_gap")
+            self._source_failed(leg, error, lost=False)
+            return
+        self._first_seen = True
+        self.flush()
+        if self._handed_over and not self.over:
+            leg.over()
+
+    def decode_event(self, leg: DecodeLeg, kind: str, body: Any) -> None:
+        if leg is not self.decode:
+            return  # a superseded attempt
+        if kind == "tokens":
+            self._new_tokens(leg, body)
+        elif kind == "prompt_logprobs":
+            self.owner.prompt_logprobs(body.offset, body.entries)
+        elif kind == "handoff":
+            self._confirmed(body)
+        elif kind == "failed":
+            leg.over()
+            error = errors.from_detail(body.error)
+            self._decode_failed(leg, KvLost(error.message, reason=error.reason) if body.kv_lost else error, lost=False)
+
+    def _confirmed(self, handoff: decode_pb2.HandoffDone) -> None:
+        """D confirmed to P itself: the prefill leg is over as soon as its answer is here."""
+        self._handed_over = True
+        self.owner.ledger.handed_over(handoff.times)
+        if self.prefill is not None and self.prefill.done:
+            self.prefill.over()
+
+    def _new_tokens(self, leg: DecodeLeg, tokens: decode_pb2.ChoiceTokens) -> None:
+        finish = tokens.finish
+        if finish != GOES_ON:
+            self._choice_ended(leg, tokens)
+        if not (self.local or self._first_seen):
+            self._held.append(tokens)
+            return
+        if self.begun and finish == GOES_ON and self.shared.pressure.on:
+            self.moved_at = self._now()
+            self._held.append(tokens)
+            self.shared.pressure.hold(self._beat)
+            return
+        if self._held:
+            self._held.append(tokens)
+            self.flush()
+            return
+        self._accept(tokens.choice, tokens.first_sequence, tokens.tokens, tokens.logprobs, finish)
+
+    def _choice_ended(self, leg: DecodeLeg, tokens: decode_pb2.ChoiceTokens) -> None:
+        self._ended.add(tokens.choice)
+        if tokens.HasField("times"):
+            self.owner.ledger.decoded(tokens.times)
+        if len(self._ended) >= len(self.piece.choices):
+            self._heard(leg, None)
+            leg.over()
+
+    def _accept(
+        self,
+        choice: int,
+        sequence: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        finish: int,
+    ) -> bool:
+        """False: the passage is over now."""
+        if self.over:
+            return False
+        self.moved_at = self._now()
+        if not self.begun:
+            self.begun = True
+            self.owner.moved(self)
+        try:
+            if choice not in self.piece.choices:
+                raise WorkerLost("the worker answered for a choice that does not exist", reason="bad_choice")
+            if finish > common_pb2.FINISH_REASON_LENGTH:
+                raise _worker_gave_up(finish)
+            self.owner.accept(choice, sequence, tokens, logprobs, finish)
+        except PdserveError as error:
+            self._fail(self.decode or self.prefill, error, lost=False)
+        return not self.over
+
+    def flush(self) -> None:
+        """Everything held back, tokens of a choice that follow each other as one."""
+        if not self._held or self.over or not (self.local or self._first_seen):
+            return
+        held, self._held = self._held, []
+        for tokens in joined(held):
+            if not self._accept(*tokens):
+                return
+
+    def _caught_up(self) -> bool:
+        """What has arrived counts. False: with it, the passage is over."""
+        self.flush()
+        return not self.over
+
+    def _beat(self) -> None:
+        self.flush()
+        self.owner.step()
+
+    def step(self) -> None:
+        if not (self._held and (self.local or self._first_seen)):  # else the beat does it
+            self.owner.step()
+
+    def next_sequences(self) -> list[int]:
+        return [self.owner.next_sequence(choice) for choice in self.piece.choices]
+
+    def end_choice(self, choice: int) -> None:
+        """The router has seen the end of this choice by itself; the others go on."""
+        if self.decode is not None and len(self.piece.choices) > 1:
+            self.decode.end_choice(choice)
+
+    # failures
+
+    def leg_lost(self, leg: PrefillLeg | DecodeLeg, error: PdserveError) -> None:
+        if isinstance(leg, PrefillLeg):
+            if leg is self.prefill and not leg.done:
+                self._source_failed(leg, error, lost=True)
+            # after its answer, D finds out whether the pages are still to be had
+        elif leg is self.decode:
+            self._decode_failed(leg, error, lost=True)
+
+    def timed_out(self) -> None:
+        """Nothing came for as long as the timer allows: whoever owes something has failed."""
+        if self.begun or self.local or self.prefill is None or self.prefill.done:
+            leg: PrefillLeg | DecodeLeg | None = self.decode
+        else:
+            leg = self.prefill
+        silence = self.silence_s
+        if self.begun:
+            error = WorkerLost("no token came in time", reason="inter_token_timeout", limit=f"{silence:g} s")
+        else:
+            error = WorkerLost(
+                "the first token did not come in time", reason="first_token_timeout", limit=f"{silence:g} s"
+            )
+        self._fail(leg, error, lost=False)
+
+    @property
+    def silence_s(self) -> float:
+        config = self.shared.config
+        return config.inter_token_timeout_s if self.begun else config.first_token_timeout_s
+
+    def _source_failed(self, leg: PrefillLeg, error: PdserveError, *, lost: bool) -> None:
+        self._fail(leg, error, lost=lost)
+
+    def _decode_failed(self, leg: DecodeLeg, error: PdserveError, *, lost: bool) -> None:
+        """Before D has confirmed, the same ticket may go to another D; later the passage is over."""
+        again = (
+            not self.over
+            and not self.local
+            and not self._handed_over
+            and error.row.retryable
+            and not isinstance(error, KvLost)
+            and self._decode_tries < MAX_DECODE_ATTEMPTS
+            and max(self.next_sequences()) <= self.piece.first_sequence + 1
+        )
+        if not again:
+            self._fail(leg, error, lost=lost)
+            return
+        self._heard(leg, error)
+        self._held.clear()
+        self._ended.clear()
+        self._refused_decode.add(leg.worker.id)
+        self._replacing = asyncio.create_task(self._replace(leg, error, lost))
+
+    async def _replace(self, leg: DecodeLeg, cause: PdserveError, lost: bool) -> None:
+        """Another decode worker for the pages that P holds. A failure here is the first one's."""
+        try:
+            placed = await self._place_again()
+        except PdserveError:
+            placed = False
+        if not placed and not self.over:
+            self._replacing = None
+            self._fail(leg, cause, lost=lost, heard=True)
+
+    async def _place_again(self) -> bool:
+        assert self._source is not None
+        while self._decode_tries < MAX_DECODE_ATTEMPTS and not self.over:
+            worker_id = self.shared.booking.another_decode(
+                len(self.piece.tokens) + self._left(), self._source.group, frozenset(self._refused_decode)
+            )
+            if worker_id is None:
+                return False
+            self._refused_decode.add(worker_id)
+            leg = self._decode_leg(worker_id, local=False)
+            self.decode = leg
+            await self._ask([leg], local=False)
+            if leg.refusal is not None:
+                self._heard(leg, leg.refusal)
+                continue
+            try:
+                leg.submit(self._wire(leg.ref), local=False)
+            except WorkerLost:
+                leg.close("lost")
+                continue
+            self.owner.ledger.placed("", leg.worker.id)
+            if self._ticket is not None:
+                leg.ticket(self._ticket)
+            return True
+        return False
+
+    def _fail(
+        self, leg: PrefillLeg | DecodeLeg | None, error: PdserveError, *, lost: bool, heard: bool = False
+    ) -> None:
+        if self.over or not self._caught_up():
+            return
+        if leg is not None:
+            if not heard:
+                self._heard(leg, error)
+            self.blame(leg)
+        self.close("failed")
+        self.owner.failed(self, error, lost)
+
+    def blame(self, leg: PrefillLeg | DecodeLeg) -> None:
+        self._avoid = self._avoid | {leg.name: self._avoid.get(leg.name, frozenset()) | {leg.worker.id}}
+        if self.local:
+            self._avoid |= {"prefill": self._avoid.get("prefill", frozenset()) | {leg.worker.id}}
+
+    @property
+    def avoid(self) -> dict[str, frozenset[str]]:
+        """Workers that the next passage of this request should not be given, by leg."""
+        return self._avoid
+
+    def _heard(self, leg: PrefillLeg | DecodeLeg, error: PdserveError | None) -> None:
+        """How a leg went, to its breaker."""
+        leg.heard = True
+        self.shared.breakers.of(leg.worker.id, leg.name).heard(leg.key, result_of(error), self._now())
+
+    # the end
+
+    def close(self, reason: str) -> None:
+        """Give back everything. Idempotent."""
+        self.over = True
+        self._held.clear()
+        self.shared.pressure.drop(self._beat)
+        if self._replacing is not None:
+            self._replacing.cancel()
+        for leg in (self.prefill, self.decode):
+            if leg is not None:
+                if not leg.heard:
+                    self._heard(leg, _ENDED)
+                leg.close(reason)
+
+    def _left(self) -> int:
+        """Tokens that may still be made, per choice."""
+        return self.owner.work.sampling.max_tokens - self.piece.first_sequence
+
+    @property
+    def _deadline(self) -> float:
+        return self.owner.work.deadline
+
+    def _remaining_ms(self) -> int:
+        """Raises DeadlineExceeded."""
+        left = int((self._deadline - self._now()) * 1000)
+        if left <= 0:
+            raise DeadlineExceeded("the request's deadline passed")
+        return left
+
+    def _now(self) -> float:
+        return self.shared.clock.monotonic()
+
+
+def _worker_gave_up(finish: int) -> PdserveError:
+    if finish == common_pb2.FINISH_REASON_DEADLINE:
+        return DeadlineExceeded("the request's deadline passed")
+    if finish == common_pb2.FINISH_REASON_CANCELLED:
+        return WorkerLost("the worker cancelled the request", reason="worker_cancelled")
+    return WorkerLost("the worker failed the request", reason="worker_failed")

@@ -1,0 +1,98 @@
+"""When this process is short of time, tokens of a stream share a chunk.
+
+A chunk per token is what a client wants and costs a socket write each. While there is time to spare every step goes out
+at once; when the event loop has none left, what arrives waits for a common beat, and everything a stream got in between
+leaves as one chunk. Nothing waits longer than a beat, and a request's first token never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from protos.v1 import common_pb2, decode_pb2
+from router.progress import GOES_ON
+
+BEAT_S = 0.02
+SAMPLE_S = 0.05
+BUSY_ABOVE = 0.75
+EASY_BELOW = 0.55
+LATE_S = 0.03
+"""A timer this late says the same: others have the processor."""
+
+
+class Pressure:
+    """`on`: hold tokens back with hold(). One per event loop; run() keeps it current, no run() means never on."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._held: dict[Callable[[], None], None] = {}
+        self._beat: asyncio.TimerHandle | None = None
+
+    def hold(self, flush: Callable[[], None]) -> None:
+        """Call `flush` at the next beat, once however often it was held."""
+        self._held[flush] = None
+        if self._beat is None:
+            self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._release)
+
+    def drop(self, flush: Callable[[], None]) -> None:
+        self._held.pop(flush, None)
+
+    def _release(self) -> None:
+        self._beat = None
+        held, self._held = self._held, {}
+        for flush in held:
+            flush()
+
+    async def run(self) -> None:
+        """Sample for ever: the share of the time in which this thread worked or would have, had it got a processor."""
+        with contextlib.suppress(asyncio.CancelledError):
+            wall, wanted = time.monotonic(), _wanted_s()
+            while True:
+                await asyncio.sleep(SAMPLE_S)
+                now, latest = time.monotonic(), _wanted_s()
+                self.sampled((latest - wanted) / (now - wall), now - wall - SAMPLE_S)
+                wall, wanted = now, latest
+
+    def sampled(self, share: float, late_s: float) -> None:
+        """With a gap between on and off, so that it does not flap."""
+        if share > BUSY_ABOVE or late_s > LATE_S:
+            self.on = True
+        elif share < EASY_BELOW:
+            self.on = False
+
+
+def _wanted_s() -> float:
+    """Seconds this thread ran, and waited to run where the kernel tells."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            ran, waited, _ = file.read().split()
+        return (int(ran) + int(waited)) / 1e9
+    except (OSError, ValueError):
+        return time.thread_time()
+
+
+Joined = tuple[int, int, Sequence[int], Sequence[common_pb2.TokenLogprob], int]
+
+
+def joined(held: Sequence[decode_pb2.ChoiceTokens]) -> list[Joined]:
+    """Messages of one choice that follow each other as one: (choice, first sequence, tokens, logprobs, finish)."""
+    if len(held) == 1:
+        one = held[0]
+        return [(one.choice, one.first_sequence, one.tokens, one.logprobs, one.finish)]
+    runs: list[list[Any]] = []
+    latest: dict[int, list[Any]] = {}
+    for one in held:
+        run = latest.get(one.choice)
+        if run is not None and run[4] == GOES_ON and one.first_sequence == run[1] + len(run[2]):
+            run[2] += one.tokens
+            run[3] += one.logprobs
+            run[4] = one.finish
+            continue
+        run = [one.choice, one.first_sequence, list(one.tokens), list(one.logprobs), one.finish]
+        latest[one.choice] = run
+        runs.append(run)
+    return [(run[0], run[1], run[2], run[3], run[4]) for run in runs]
