@@ -10,13 +10,15 @@ from typing import Any
 import click
 
 from deploy.supervisor import EXIT_REFUSED
-from pdserve.flags import configured
+from pdserve.flags import CLIENT_KEYS, Command, configured
 from runtime.config import Config
 from runtime.errors import InvalidRequest, NotFound, PdserveError
 
 
 class _Group(click.Group):
     """Turns our errors into one line and an exit status: 2 = the configuration is refused, 1 = anything else."""
+
+    command_class = Command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -36,12 +38,12 @@ def main() -> None:
 @main.command()
 @configured
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object and nothing else")
-@click.option("--ask", default="What is the capital of France?", show_default=True, help="the question")
+@click.option("--ask", default="", help="the question  [default: one the model can answer]")
 def demo(config: Config, ask: str, as_json: bool) -> None:
     """Start a prefill and a decode worker, ask a question, show who did what."""
-    from pdserve.demo import run
+    from pdserve.demo import QUESTION, QUESTIONS, run
 
-    sys.exit(asyncio.run(run(config, ask, as_json)))
+    sys.exit(asyncio.run(run(config, ask or QUESTIONS.get(config.model, QUESTION), as_json)))
 
 
 @main.command()
@@ -54,7 +56,7 @@ def up(config: Config) -> None:
 
 
 @main.command()
-@configured
+@configured(listed=CLIENT_KEYS)
 def down(config: Config) -> None:
     """End the cluster of this state folder, or the workers in the Ray at --address."""
     from deploy import cluster
@@ -67,7 +69,7 @@ def down(config: Config) -> None:
 
 
 @main.command()
-@configured
+@configured(listed=CLIENT_KEYS)
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--json", "as_json", is_flag=True, help="for machines")
 def status(config: Config, router: str, as_json: bool) -> None:
@@ -78,7 +80,7 @@ def status(config: Config, router: str, as_json: bool) -> None:
 
 
 @main.command()
-@configured
+@configured(listed=CLIENT_KEYS)
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--api-key", default="", envvar="PDSERVE_CLIENT_KEY", help="sent as a bearer token")
 @click.option("--max-tokens", default=512, show_default=True)

@@ -27,103 +27,136 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PDSERVE_", frozen=True, extra="forbid", allow_inf_nan=False)
 
     # the model
-    model: str = "smollm2"  # a folder (safetensors), a .gguf file, or a shipped name: smollm2, tiny-kimi, oracle
-    served_model_name: str = ""  # "" = the model's own name
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_model_len: int = Field(0, ge=0)  # 0 = the model's own
-    load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"  # random: std 0.1 from `seed`
-    seed: int = Field(0, ge=0)
-    threads: int = Field(0, ge=0)  # per worker; 0 = cores / workers on this machine
-    compile: bool = False  # decode steps in code compiled for this CPU (bfloat16 only)
-    compile_cache: str = ""  # folder of compiled code; "" = the user's cache folder
-    deterministic: bool = False
+    model: str = Field(
+        "smollm2", description="a folder with safetensors, a .gguf file, or a shipped name: smollm2, tiny-kimi, oracle"
+    )
+    served_model_name: str = Field("", description="what the API calls it; empty = the model's own name")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto = the checkpoint's (fp16 runs as bf16 on CPU)"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = a GPU where there is one")
+    max_model_len: int = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
+    load_format: Literal["auto", "safetensors", "gguf", "random"] = Field(
+        "auto", description="random: weights of standard deviation 0.1 drawn from `seed`"
+    )
+    seed: int = Field(0, ge=0, description="of random weights")
+    threads: int = Field(0, ge=0, description="of one worker; 0 = cores / workers on this machine")
+    compile: bool = Field(False, description="decode steps in code compiled for this CPU (bfloat16 only)")
+    compile_cache: str = Field("", description="folder of compiled code; empty = the user's cache folder")
+    deterministic: bool = Field(False, description="a row's numbers never depend on the batch around it (slower)")
 
     # one worker
-    role: RoleName = "both"
-    worker_id: str = ""  # "" = made up
-    listen: str = "127.0.0.1:0"
-    advertise: str = ""  # "" = the address listened on
-    kv_pool_tokens: int = Field(0, ge=0)  # 0 = from kv_pool_bytes
-    kv_pool_bytes: int = Field(512 << 20, gt=0)
-    max_batch: int = Field(64, gt=0, le=4096)
-    max_batched_tokens: int = Field(2048, gt=0)
-    chunk_tokens: int = Field(512, gt=0)
-    headroom_tokens: int = Field(64, ge=1)  # decode room reserved beyond the prompt, per choice
-    prefix_cache: bool = True
-    state_slots: int = Field(0, ge=0)  # recurrent states, those the prefix cache keeps included; 0 = 2 x max_batch
-    state_interval_tokens: int = Field(0, ge=0)  # keep a state every so many prompt tokens; 0 = only where it pays
-    state_junctions: bool = True  # keep a state where a prompt leaves a path known from another request
-    state_ends: bool = True  # keep the state at the end of a turn
-    transport: Literal["nixl", "inprocess"] = "nixl"
-    max_queued_requests: int = Field(256, gt=0)
+    role: RoleName = Field("both", description="what a worker offers")
+    worker_id: str = Field("", description="empty = made up")
+    listen: str = Field("127.0.0.1:0", description="address of a worker's own server")
+    advertise: str = Field("", description="address others reach a worker at; empty = the one listened on")
+    kv_pool_tokens: int = Field(0, ge=0, description="room for so many tokens; 0 = from kv_pool_bytes")
+    kv_pool_bytes: int = Field(512 << 20, gt=0, description="of the KV pages of one worker")
+    max_batch: int = Field(64, gt=0, le=4096, description="answers computed at once")
+    max_batched_tokens: int = Field(2048, gt=0, description="of one step, prompts and answers together")
+    chunk_tokens: int = Field(
+        512, gt=0, description="a prompt is computed in chunks of this size; the same in the whole fleet"
+    )
+    headroom_tokens: int = Field(64, ge=1, description="decode room reserved beyond the prompt, per choice")
+    prefix_cache: bool = Field(True, description="keep pages for prompts that begin alike")
+    state_slots: int = Field(
+        0, ge=0, description="recurrent states, those the prefix cache keeps included; 0 = 2 x max_batch"
+    )
+    state_interval_tokens: int = Field(
+        0, ge=0, description="keep a state every so many prompt tokens; 0 = only where it pays"
+    )
+    state_junctions: bool = Field(
+        True, description="keep a state where a prompt leaves a path known from another request"
+    )
+    state_ends: bool = Field(True, description="keep the state at the end of a turn")
+    transport: Literal["nixl", "inprocess"] = Field("nixl", description="how pages move; inprocess is for tests")
+    max_queued_requests: int = Field(256, gt=0, description="waiting in one worker; more are refused")
 
     # the host tier: pages go down before they are dropped, and come up on a hit when that beats computing them
-    host_pool_bytes: int = Field(0, ge=0)  # 0 = from host_pool_tokens
-    host_pool_tokens: int = Field(0, ge=0)  # both 0 = no host tier
-    host_store: Literal["all", "prompt"] = "all"  # prompt: pages with generated tokens are not kept
-    host_store_after: int = Field(1, ge=1)  # a page is kept at its so-maniest sighting
-    host_tokens_per_request: int = Field(0, ge=0)  # kept of one request, from its beginning; 0 = all
-    host_evict: Literal["lru", "flops"] = "lru"  # flops: weigh what a page saves against when it was used
-    host_queue_pages: int = Field(64, gt=0)  # on their way down at most; beyond that pages are dropped
-    host_poison: bool = False  # for tests: what has gone down is overwritten on the device
-    swap: bool = True  # with a host tier: running requests go down under pressure instead of being computed again
+    host_pool_bytes: int = Field(0, ge=0, description="0 = from host_pool_tokens")
+    host_pool_tokens: int = Field(0, ge=0, description="both 0 = no host tier")
+    host_store: Literal["all", "prompt"] = Field("all", description="prompt: pages with generated tokens are not kept")
+    host_store_after: int = Field(1, ge=1, description="a page is kept at its so-maniest sighting")
+    host_tokens_per_request: int = Field(0, ge=0, description="kept of one request, from its beginning; 0 = all")
+    host_evict: Literal["lru", "flops"] = Field(
+        "lru", description="flops: weigh what a page saves against when it was used"
+    )
+    host_queue_pages: int = Field(64, gt=0, description="on their way down at most; beyond that pages are dropped")
+    host_poison: bool = Field(False, description="for tests: what has gone down is overwritten on the device")
+    swap: bool = Field(
+        True, description="with a host tier: running requests go down under pressure instead of being computed again"
+    )
 
     # hand-off
-    lease_s: float = Field(10.0, gt=0)
-    lease_margin_s: float = Field(1.0, gt=0)
-    reservation_s: float = Field(5.0, gt=0)
-    transfer_timeout_s: float = Field(30.0, gt=0)
-    quarantine_s: float = Field(60.0, gt=0)
-    reattach_s: float = Field(2.0, gt=0)
-    nixl_progress_us: int = Field(500, ge=0)
+    lease_s: float = Field(10.0, gt=0, description="how long computed pages wait for their reader")
+    lease_margin_s: float = Field(1.0, gt=0, description="a reader gives up so long before its lease ends")
+    reservation_s: float = Field(5.0, gt=0, description="how long booked room is kept for a request that does not come")
+    transfer_timeout_s: float = Field(30.0, gt=0, description="of one read")
+    quarantine_s: float = Field(
+        60.0, gt=0, description="a worker whose broken read still owns memory after this time is replaced"
+    )
+    reattach_s: float = Field(2.0, gt=0, description="a lost stream may come back within this time")
+    nixl_progress_us: int = Field(500, ge=0, description="pause of NIXL's progress thread; 0 = none runs")
 
     # the router
-    http_listen: str = "127.0.0.1:8000"
-    grpc_listen: str = "127.0.0.1:0"
-    admin_listen: str = ""  # "" = /metrics on the HTTP port
-    api_keys_file: str = ""  # YAML: sha256 of each key -> tenant and limits; "" = open, one tenant
-    cors_origins: str = ""  # web pages that may read answers: origins with commas between them, or *; "" = none
-    cache_salt_secret: str = ""  # "" = random per router start
-    max_body_bytes: int = Field(4 << 20, gt=0)
-    max_prompt_tokens: int = Field(0, ge=0)  # 0 = the context
-    max_n: int = Field(16, gt=0)
-    max_prompts: int = Field(64, gt=0)
-    max_stop: int = Field(16, gt=0)
-    max_stop_chars: int = Field(256, gt=0)
-    max_top_logprobs: int = Field(20, ge=0)
-    max_logit_bias: int = Field(1024, gt=0)
-    max_messages: int = Field(4096, gt=0)
-    max_inflight: int = Field(1024, gt=0)
-    max_queue: int = Field(1024, ge=0)
-    queue_timeout_s: float = Field(30.0, gt=0)
-    request_timeout_s: float = Field(600.0, gt=0)
-    retries: int = Field(3, ge=0)  # how often a request goes on elsewhere after a worker failed it
-    first_token_timeout_s: float = Field(120.0, gt=0)
-    inter_token_timeout_s: float = Field(30.0, gt=0)
-    stream_buffer_bytes: int = Field(1 << 20, gt=0)
-    sse_keepalive_s: float = Field(15.0, gt=0)
+    http_listen: str = Field("127.0.0.1:8000", description="address of the HTTP API")
+    grpc_listen: str = Field("127.0.0.1:0", description="address of the gRPC API and the registry")
+    admin_listen: str = Field("", description="address of /metrics; empty = on the HTTP port")
+    api_keys_file: str = Field(
+        "", description="YAML: sha256 of each key -> tenant and limits; empty = open, one tenant"
+    )
+    cors_origins: str = Field(
+        "", description="web pages that may read answers: origins with commas between them, or *; empty = none"
+    )
+    cache_salt_secret: str = Field(
+        "", description="keeps tenants' cached prefixes apart; empty = random at every start"
+    )
+    max_body_bytes: int = Field(4 << 20, gt=0, description="of an HTTP request")
+    max_prompt_tokens: int = Field(0, ge=0, description="0 = the context")
+    max_n: int = Field(16, gt=0, description="choices of one prompt")
+    max_prompts: int = Field(64, gt=0, description="prompts of one request")
+    max_stop: int = Field(16, gt=0, description="stop strings")
+    max_stop_chars: int = Field(256, gt=0, description="of one stop string")
+    max_top_logprobs: int = Field(20, ge=0, description="alternatives per token")
+    max_logit_bias: int = Field(1024, gt=0, description="entries")
+    max_messages: int = Field(4096, gt=0, description="of one chat")
+    max_inflight: int = Field(1024, gt=0, description="prompts in work at once")
+    max_queue: int = Field(1024, ge=0, description="prompts waiting for room; more are refused")
+    queue_timeout_s: float = Field(30.0, gt=0, description="a prompt waits for room so long")
+    request_timeout_s: float = Field(600.0, gt=0, description="of a whole request")
+    retries: int = Field(3, ge=0, description="how often a request goes on elsewhere after a worker failed it")
+    first_token_timeout_s: float = Field(120.0, gt=0, description="a worker silent for so long is given up")
+    inter_token_timeout_s: float = Field(30.0, gt=0, description="the same, after the first token")
+    stream_buffer_bytes: int = Field(1 << 20, gt=0, description="a client that lags further behind is cut off")
+    sse_keepalive_s: float = Field(15.0, gt=0, description="a comment goes out on a stream silent for so long")
 
     # registry and control
-    registry: str = ""  # worker: "host:port" of a router, or "redis://..."; router: "" (embedded) or "redis://..."
-    registry_token: str = ""  # what workers show the router's registry; needed with API keys or TLS (`up` makes one up)
-    registry_ttl_s: float = Field(3.0, gt=0)
-    drain_timeout_s: float = Field(30.0, gt=0)
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_prompts: bool = False
+    registry: str = Field(
+        "", description='worker: "host:port" of a router, or "redis://..."; router: empty (its own) or "redis://..."'
+    )
+    registry_token: str = Field(
+        "", description="what workers show the router's registry; needed with API keys or TLS (`up` makes one up)"
+    )
+    registry_ttl_s: float = Field(3.0, gt=0, description="a worker not heard of for so long is gone")
+    drain_timeout_s: float = Field(30.0, gt=0, description="a process told to end finishes what runs, so long at most")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of all processes")
+    log_prompts: bool = Field(False, description="log prompts and answers")
 
     # TLS for our own sockets: all three or none
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_ca: str = ""
+    tls_cert: str = Field("", description="PEM file: our certificate")
+    tls_key: str = Field("", description="PEM file: its key")
+    tls_ca: str = Field("", description="PEM file: who signs our peers' certificates")
 
     # the local cluster
-    prefill: int = Field(1, ge=0)
-    decode: int = Field(1, ge=0)
-    both: int = Field(0, ge=0)
-    address: str = ""  # of a running Ray cluster; "" = start one here
-    detach: bool = False
-    state_dir: str = ""  # "" = a folder under the user's runtime or temporary directory
+    prefill: int = Field(1, ge=0, description="workers that compute prompts")
+    decode: int = Field(1, ge=0, description="workers that generate")
+    both: int = Field(0, ge=0, description="workers that do both")
+    address: str = Field("", description="of a running Ray cluster; empty = start one here")
+    detach: bool = Field(False, description="leave the cluster running until `pdserve down`")
+    state_dir: str = Field(
+        "",
+        description="the cluster's record and logs; empty = a folder under the user's runtime or temporary directory",
+    )
 
     @model_validator(mode="after")
     def _together(self) -> Config:
