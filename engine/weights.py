@@ -233,7 +233,7 @@ class RandomWeights:
         value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 0.1
         if name.endswith("A_log"):
             return value - 2.0
-        return value + 1.0 if name.endswith("norm.weight") else value
+        return value + 1.0 if name.endswith(("norm.weight", "norm_f.weight")) else value
 
     def has(self, name: str) -> bool:
         return True

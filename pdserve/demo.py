@@ -28,6 +28,10 @@ from runtime.errors import InvalidRequest, PdserveError, WorkerLost
 
 MAX_TOKENS = 64
 
+QUESTION = "What is the capital of France?"
+QUESTIONS = {"tiny-kimi": "Anna lives in the forest. Anna likes soup. What does Anna like?"}
+"""What a model was trained on, where that is not the world."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -182,8 +186,10 @@ def _show(console: Console, answer: Answer, prefill: Worker, decode: Worker, fou
     table.add_row("total", f"{1000 * ledger.total_s:9.2f} ms")
     console.print(table)
     tokens = f"{answer.usage.prompt_tokens} prompt tokens"
-    moved = f"{ledger.transfer_pages} pages, {ledger.transfer_bytes:,} bytes over {ledger.transport}"
-    formula = f"{ledger.transfer_pages} x {decode.page_bytes:,}" + (" + slot" if decode.slot_bytes else "")
+    state = f" and a recurrent state of {decode.slot_bytes:,} bytes" if decode.slot_bytes else ""
+    moved = f"{ledger.transfer_pages} pages{state}: {ledger.transfer_bytes:,} bytes over {ledger.transport}"
+    formula = f"{ledger.transfer_pages} x {decode.page_bytes:,}"
+    formula += f" + {decode.slot_bytes:,}" if decode.slot_bytes else ""
     for line in (
         f"process {ledger.prefill_pid} ({prefill.name}) computed {tokens} and the first token",
         f"process {ledger.decode_pid} ({decode.name}) generated the other {answer.usage.completion_tokens - 1} tokens",

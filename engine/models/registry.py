@@ -13,6 +13,7 @@ from engine.models.granite_hybrid import GraniteHybridConfig, GraniteHybridModel
 from engine.models.kimi_k3 import KimiK3Config, KimiK3Model
 from engine.models.kimi_linear import KimiLinearConfig, KimiLinearModel
 from engine.models.llama import LlamaConfig, LlamaModel
+from engine.models.nemotron_h import NemotronHConfig, NemotronHModel
 from engine.models.qwen3_next import Qwen3NextConfig, Qwen3NextModel
 from engine.weights import WeightSource
 from runtime.errors import Unsupported
@@ -33,7 +34,7 @@ class Model(Protocol):
         ...
 
 
-ModelConfig = LlamaConfig | KimiLinearConfig | KimiK3Config | Qwen3NextConfig | GraniteHybridConfig
+ModelConfig = LlamaConfig | KimiLinearConfig | KimiK3Config | Qwen3NextConfig | GraniteHybridConfig | NemotronHConfig
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "llama": LlamaConfig.from_hf,
@@ -43,6 +44,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "kimi_k3": KimiK3Config.from_hf,
     "kimi_linear": KimiLinearConfig.from_hf,
     "granitemoehybrid": GraniteHybridConfig.from_hf,
+    "nemotron_h": NemotronHConfig.from_hf,
     "qwen3_next": Qwen3NextConfig.from_hf,
     "qwen3_5": Qwen3NextConfig.from_hf,
     "qwen3_5_text": Qwen3NextConfig.from_hf,
@@ -78,6 +80,8 @@ def build(
         raise Unsupported("compile is for models of the Llama family", field="compile")
     if isinstance(config, GraniteHybridConfig):
         return GraniteHybridModel(config, source, dtype, device, max_len, progress)
+    if isinstance(config, NemotronHConfig):
+        return NemotronHModel(config, source, dtype, device, max_len, progress)
     if isinstance(config, KimiK3Config):
         return KimiK3Model(config, source, dtype, device, max_len, progress)
     if isinstance(config, Qwen3NextConfig):

@@ -32,7 +32,9 @@ VOCAB = 516
 def model_folder(path: Path, name: str) -> str:
     """tests.unit.hybrid's config with tiny-kimi's tokenizer; weights are made from the seed."""
     shutil.copytree(ModelFiles.open("tiny-kimi").path, path, ignore=shutil.ignore_patterns("*.safetensors"))
-    changed = {**config_of(name), "vocab_size": VOCAB}
+    config = config_of(name)
+    nested = {"text_config": {**config["text_config"], "vocab_size": VOCAB}} if "text_config" in config else {}
+    changed = {**config, "vocab_size": VOCAB, **nested}
     (path / "config.json").write_text(json.dumps(changed))
     return str(path)
 

@@ -115,6 +115,40 @@ CONFIGS["granitemoehybrid-rope"] = {
     "mamba_proj_bias": False,
     "tie_word_embeddings": True,
 }
+CONFIGS["nemotron_h"] = {
+    "model_type": "nemotron_h",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "conv_kernel": 4,
+    "time_step_min": 0.6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+    "max_position_embeddings": 2048,
+    **SPECIAL,
+}
+CONFIGS["nemotron_h-biases"] = {
+    **CONFIGS["nemotron_h"],
+    "moe_latent_size": None,
+    "mlp_bias": True,
+    "use_bias": True,
+    "n_group": 1,
+    "norm_topk_prob": False,
+}
 CONFIGS["kimi_k3"] = {
     "model_type": "kimi_k3",
     "text_config": {
