@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.sim.experiment import POLICIES, Experiment, Setting
+from bench.sim.experiment import POLICIES, Capacity, Experiment, Setting
 from runtime.errors import InvalidRequest, PdserveError
 
 SHIPPED = Path(__file__).parent / "data" / "mooncake_conversation_trace.jsonl.gz"
@@ -45,14 +45,14 @@ def cache_folder() -> Path:
 
 def rates(
     experiment: Experiment, loads: list[float], rate: float, speedup: float, cache: Path | None, report: Report
-) -> tuple[float | None, list[tuple[float | None, float]]]:
+) -> tuple[Capacity | None, list[tuple[float | None, float]]]:
     """(capacity, [(load, requests per second)]). Only a load needs the capacity."""
     if rate:
         return None, [(None, rate)]
     if speedup:
         return None, [(None, experiment.native_rate * speedup)]
     capacity = experiment.capacity(cache, report)
-    return capacity, [(load, load * capacity) for load in loads]
+    return capacity, [(load, load * capacity.requests_per_s) for load in loads]
 
 
 def study(
@@ -226,7 +226,8 @@ def main(
         "requests": len(experiment.entries),
         "seed": seed,
         "unit_tokens": unit_tokens,
-        "capacity_requests_per_s": capacity,
+        "capacity_requests_per_s": capacity.requests_per_s if capacity is not None else None,
+        "capacity_goodput": capacity.goodput if capacity is not None else None,
         "load": at[0][0],
         "rate_requests_per_s": at[0][1],
         "speedup": at[0][1] / experiment.native_rate,
@@ -239,6 +240,8 @@ def main(
             plot(Path(picture), at, results)
         return
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
     for (load, per_s), figures in zip(at, results, strict=True):
         share = "" if load is None else f", {100 * load:.0f} % of capacity"
         title = f"{experiment.profile.name} {prefill}P{decode}D, seed {seed}: {per_s:.2f} requests/s{share}"

@@ -8,8 +8,9 @@ queue when every worker is busy for longer than `hold_s`, so that a later decisi
     later = max(0, transfer - overlap with the prefill's chunks) + wait for room on D
     cost  = TTFT + misses + work_weight * prefill + later_weight * (later + output * TPOT) + what it does to others
 
-Work has a price beyond the request's own time, because it delays whoever comes next: that is what `work_weight` says,
-and why a warm worker wins over an equally early cold one. A prefill on D holds up everybody who decodes there, and may
+Work may have a price beyond the request's own time, since it delays whoever comes next (`work_weight`). It is 0 by
+default: measured on a busy fleet it saves work and no time, and it queues a hot prefix at its first owner instead of
+letting a second worker learn it. A prefill on D holds up everybody who decodes there, and may
 not push them over their TPOT objective. Deadline misses dominate. Near-ties go to the worker used less.
 
 Seconds come from `speeds`, which learns them from reports; room and queues from the ledger; hits from the index.
@@ -28,14 +29,17 @@ from router.view import Decision, Forecast, Nobody, Placement, RequestView, Wait
 
 @dataclass(frozen=True, slots=True)
 class CostConfig:
-    """work_weight: price of a second of prefill work beyond the request's own. later_weight: of a second after the
-    first token. disturb_weight: of a second during which somebody else's decoding stands still. miss_s: price of a
-    missed objective. margin: share of an objective that is planned with. tie: costs this close are equal (a share, and
-    at least tie_s). share_window_s: over which a decode worker's share of prefill is counted. chunk_tokens: tokens of
-    a prompt that become readable at once. hold_s: prefill queues longer than this make a request wait here, 0 = never.
+    """work_weight: price of a second of prefill work beyond the request's own, on a fleet whose prefill workers all
+    have `busy_s` or more to do; less on an idler one. later_weight: of a second after the first token. disturb_weight:
+    of a second during which somebody else's decoding stands still. miss_s: price of a missed objective. margin: share
+    of an objective that is planned with. tie: costs this close are equal (a share, and at least tie_s).
+    share_window_s: over which a decode worker's share of prefill is counted. chunk_tokens: tokens of a prompt that
+    become readable at once. hold_s: prefill queues longer than this make a request wait here, 0 = never. deflect:
+    workers of the decode role may prefill. finalists: of each half, combined into pairs.
     """
 
-    work_weight: float = 0.6
+    work_weight: float = 0.0
+    busy_s: float = 1.0
     later_weight: float = 0.05
     disturb_weight: float = 0.005
     miss_s: float = 20.0
@@ -90,11 +94,12 @@ class Predicted:
         if isinstance(found, Nobody):
             return found
         prefills, decodes = found
+        price = self._price(prefills, now)
         rests = sorted((self._rest(request, worker, now) for worker in decodes), key=lambda rest: rest.cost)
         able = {worker.worker_id for worker in prefills}
-        starts = sorted((self._start(request, worker, now) for worker in prefills), key=lambda start: start.cost)
+        starts = sorted((self._start(request, worker, now, price) for worker in prefills), key=lambda start: start.cost)
         options = self._pairs(request, starts, rests, now)
-        options += self._locals(request, rests, able, now)
+        options += self._locals(request, rests, able, price, now)
         if not options:
             return Nobody("no_compatible_decode_worker")
         best = self._pick(options, workers)
@@ -105,7 +110,13 @@ class Predicted:
 
     # --- the halves ---------------------------------------------------------------------------------------------
 
-    def _start(self, request: RequestView, worker: WorkerView, now: float, step_s: float = 0.0) -> _Start:
+    def _price(self, prefills: Sequence[WorkerView], now: float) -> float:
+        """Of a second of work: what it delays, which is nothing while there are idle workers for whoever comes next.
+        So a hot prefix spreads over an idle fleet, and a busy one keeps requests where their prefix is."""
+        crowd = sum(min(worker.queue_s(now) / self._config.busy_s, 1.0) for worker in prefills) / len(prefills)
+        return self._config.work_weight * crowd
+
+    def _start(self, request: RequestView, worker: WorkerView, now: float, price: float, step_s: float = 0.0) -> _Start:
         hit = request.hit(worker)
         coming = request.expected_hits.get(worker.bit)
         cached = max(hit.resume, coming.resume if coming is not None else 0)
@@ -114,7 +125,7 @@ class Predicted:
         load_s = self._speeds.load_s(max(hit.resume - hit.device, 0) * worker.bytes_per_token)
         prefill_s = self._speeds.prefill_s(worker.worker_id, request.tokens - cached, cached, step_s)
         ttft = queue_s + load_s + prefill_s
-        cost = ttft + self._config.work_weight * (prefill_s + load_s)
+        cost = ttft + price * (prefill_s + load_s)
         cost += self._missed(request.waited_s + ttft, request.ttft_goal_s)
         return _Start(worker, queue_s, load_s, prefill_s, cached, cost)
 
@@ -171,14 +182,16 @@ class Predicted:
         overlap = start.prefill_s * max(0.0, 1.0 - self._config.chunk_tokens / uncached)
         return max(whole - overlap, last)
 
-    def _locals(self, request: RequestView, rests: list[_Rest], able: set[str], now: float) -> list[Placement]:
+    def _locals(
+        self, request: RequestView, rests: list[_Rest], able: set[str], price: float, now: float
+    ) -> list[Placement]:
         """Prefill on the worker that decodes: no transfer, but whoever decodes there waits meanwhile."""
         options = []
         for rest in rests:
             worker = rest.worker
             if worker.worker_id not in able and not self._config.deflect:
                 continue
-            start = self._start(request, worker, now, rest.step_s if worker.decoding else 0.0)
+            start = self._start(request, worker, now, price, rest.step_s if worker.decoding else 0.0)
             cost = start.cost + rest.cost + self._disturbance(request, start, rest, now)
             if rest.admit_s > 0:  # the prompt cannot even begin before there is room
                 cost += rest.admit_s

@@ -54,6 +54,14 @@ class Setting:
     unit_tokens: int = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """goodput: what it had to keep: 0.9, or what the trace allows at any speed if that is less."""
+
+    requests_per_s: float
+    goodput: float
+
+
 class Experiment:
     """Loads the trace once; runs are independent of each other and repeatable."""
 
@@ -94,8 +102,8 @@ class Experiment:
 
     # --- capacity -----------------------------------------------------------------------------------------------
 
-    def capacity(self, cache: Path | None, progress: Progress) -> float:
-        """The highest rate at which least_load keeps goodput at 0.9, by bisection to 2 %."""
+    def capacity(self, cache: Path | None, progress: Progress) -> Capacity:
+        """The highest rate at which least_load keeps the goal, by bisection to 2 %."""
         file = cache / f"capacity-{self._key()}.json" if cache is not None else None
         known = _read(file)
         if known is not None:
@@ -103,31 +111,34 @@ class Experiment:
         found = self._bisect(progress)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            content = {"requests_per_s": found, **asdict(self.setting), "version": VERSION}
+            content = {**asdict(found), **asdict(self.setting), "version": VERSION}
             temporary = file.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps(content), encoding="utf-8")
             temporary.replace(file)
         return found
 
-    def _bisect(self, progress: Progress) -> float:
-        low, high = 0.0, self._guess()
+    def _bisect(self, progress: Progress) -> Capacity:
+        """A trace whose requests come in bursts may miss the goal on a small fleet however slowly it is played: then
+        the goal is so much of what is reached when it is played as slowly."""
+        guess = self._guess()
+        progress("capacity: slowly", 0.02)
+        goal = GOOD_ENOUGH * min(1.0, self.goodput(guess / 100) / GOOD_ENOUGH)
+        low, high = guess / 100, guess
         tried = 0
-        while self._good(high, tried, progress):
+        while self._good(high, goal, tried, progress):
             low, high, tried = high, 2 * high, tried + 1
-        while low == 0.0 or high / low > 1 + PRECISION:
-            middle = (low * high) ** 0.5 if low else high / 2
+        while high / low > 1 + PRECISION:
+            middle = (low * high) ** 0.5
             tried += 1
-            if self._good(middle, tried, progress):
+            if self._good(middle, goal, tried, progress):
                 low = middle
             else:
                 high = middle
-            if high < 1e-6:
-                raise InvalidRequest("this fleet serves nothing within the objective", field="prefill")
-        return low
+        return Capacity(low, goal)
 
-    def _good(self, rate: float, tried: int, progress: Progress) -> bool:
-        progress(f"capacity: {rate:.2f} requests/s", min(tried / 9, 0.95))
-        return self.goodput(rate) >= GOOD_ENOUGH
+    def _good(self, rate: float, goal: float, tried: int, progress: Progress) -> bool:
+        progress(f"capacity: {rate:.2f} requests/s", min(tried / 10, 0.95))
+        return self.goodput(rate) >= goal
 
     def _guess(self) -> float:
         """What the prefill workers could compute if nothing were cached and nobody waited."""
@@ -142,11 +153,11 @@ class Experiment:
         return digest.hexdigest()[:24]
 
 
-def _read(file: Path | None) -> float | None:
+def _read(file: Path | None) -> Capacity | None:
     if file is None:
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return float(content["requests_per_s"])
+        return Capacity(float(content["requests_per_s"]), float(content["goodput"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

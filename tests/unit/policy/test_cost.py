@@ -64,7 +64,7 @@ def test_saved_work_counts_beyond_the_request_itself() -> None:
     question = request(10_000, {1: hit(9000)})
     workers = queued(prefill(1), 0.91), prefill(2), busy_decode(3)
     assert choose(question, *workers, work_weight=0.0, deflect=False, tie=0.0).prefill == "p2"
-    assert choose(question, *workers, work_weight=0.6, deflect=False).prefill == "p1"
+    assert choose(question, *workers, work_weight=0.6, busy_s=0.1, deflect=False).prefill == "p1"
 
 
 def test_a_state_that_is_not_there_makes_matched_pages_worthless() -> None:

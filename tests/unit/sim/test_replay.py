@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.replay import SHIPPED
+from bench.sim.experiment import GOOD_ENOUGH, Experiment, Setting
+
+
+def replay(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", "replay", *arguments, "--cache-dir", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_json_is_one_object_and_nothing_else_on_either_stream(tmp_path: Path) -> None:
+    options = "--sim sim-h100-8b --virtual-clock --prefill 2 --decode 2 --requests 40 --load 0.8 --seed 1 --json"
+    policies = "round_robin,predicted,dynamo,sgl"
+    done = replay(str(SHIPPED), *options.split(), "--policies", policies, folder=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    answer = json.loads(done.stdout)
+    assert list(answer) == ["policies", "config"]
+    assert list(answer["policies"]) == policies.split(",")
+    wanted = {"ttft_mean", "ttft_p50", "ttft_p99", "tpot_mean", "goodput", "hit_rate", "failed"}
+    assert all(wanted <= set(figures) for figures in answer["policies"].values())
+    assert answer["config"]["load"] == 0.8
+    assert answer["config"]["requests"] == 40
+    again = replay(str(SHIPPED), *options.split(), "--policies", policies, folder=tmp_path)
+    assert again.stdout == done.stdout, "and the capacity came from the cache"
+
+
+def test_without_json_there_is_a_table_and_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "p.png"
+    options = f"--prefill 2 --decode 2 --requests 20 --rate 2 --policies round_robin,predicted --plot {picture}"
+    done = replay(str(SHIPPED), *options.split(), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "round_robin" in done.stdout
+    assert "goodput" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--policies", "best"], ["--load", "0"], ["--load", "0.5,0.8", "--json"], ["--sim", "no-such"], ["--wall-clock"]],
+)
+def test_what_cannot_be_done_is_refused_with_status_2(wrong: list[str], tmp_path: Path) -> None:
+    done = replay(str(SHIPPED), "--requests", "5", *wrong, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr
+
+
+def test_capacity_is_where_goodput_under_least_load_ends_and_is_remembered(tmp_path: Path) -> None:
+    experiment = Experiment(Setting(str(SHIPPED), "sim-h100-8b", 8, 8, 60, 1))
+    said: list[str] = []
+    capacity = experiment.capacity(tmp_path, lambda text, share: said.append(text))
+    rate = capacity.requests_per_s
+    assert capacity.goodput == GOOD_ENOUGH
+    assert experiment.goodput(rate) >= GOOD_ENOUGH > experiment.goodput(1.1 * rate)
+    said.clear()
+    assert experiment.capacity(tmp_path, lambda text, share: said.append(text)) == capacity
+    assert not said
+    other = Experiment(Setting(str(SHIPPED), "sim-h100-8b", 8, 8, 60, 2))
+    assert other._key() != experiment._key()
+
+
+def test_bursts_that_miss_the_goal_at_any_speed_lower_it_instead_of_failing() -> None:
+    experiment = Experiment(Setting(str(SHIPPED), "sim-h100-8b", 1, 1, 60, 1))
+    capacity = experiment.capacity(None, lambda text, share: None)
+    assert 0 < capacity.goodput < GOOD_ENOUGH
+    assert capacity.requests_per_s > 0
