@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.gates import softplus_gate
-from engine.kernels.norms import gated_rms_norm
+from engine.kernels.ops import gated_rms_norm, softplus_gate
 from engine.layers.batch import StepBatch
 from engine.layers.linear import Linear
 from engine.layers.params import Params

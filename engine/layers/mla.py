@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.mla import mla_absorb, mla_decode, mla_expand, mla_prefill, mla_store
+from engine.kernels.mla import mla_absorb, mla_expand
+from engine.kernels.ops import mla_decode, mla_prefill, mla_store
 from engine.layers.batch import StepBatch
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.moe import MXFP4_GROUP, Activation, dequantise_mxfp4, experts_mlp, route_sigmoid, route_softmax
+from engine.kernels.moe import MXFP4_GROUP, Activation, dequantise_mxfp4
+from engine.kernels.ops import experts_mlp, route_sigmoid, route_softmax
 from engine.layers.batch import StepBatch
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from engine.kernels.norms import rms_norm
+from engine.kernels.ops import rms_norm
 
 
 class RMSNorm:

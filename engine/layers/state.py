@@ -15,10 +15,8 @@ from typing import Literal, TypedDict
 
 import torch
 
-from engine.kernels.conv import conv_decode, conv_prefill
-from engine.kernels.delta_chunk import delta_chunk
 from engine.kernels.delta_chunk_plan import ChunkPlan
-from engine.kernels.delta_decode import delta_decode
+from engine.kernels.ops import conv_decode, conv_prefill, delta_chunk, delta_decode
 from kvtransfer.types import Component
 
 STEADY_ROWS = 32

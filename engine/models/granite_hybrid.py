@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from engine.kernels.moe import experts_mlp, route_softmax
+from engine.kernels.ops import experts_mlp, route_softmax
 from engine.layers.batch import StepBatch
 from engine.layers.gqa import Gqa, GqaConfig, RopeAt
 from engine.layers.linear import Linear

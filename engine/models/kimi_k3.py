@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from engine.kernels.attnres import attn_res
 from engine.kernels.moe import Activation
+from engine.kernels.ops import attn_res
 from engine.layers.batch import StepBatch
 from engine.layers.kda import Kda, KdaConfig
 from engine.layers.linear import Linear

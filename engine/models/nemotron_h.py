@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from engine.kernels.moe import Activation, experts_mlp, route_sigmoid
+from engine.kernels.moe import Activation
+from engine.kernels.ops import experts_mlp, route_sigmoid
 from engine.layers.batch import StepBatch
 from engine.layers.gqa import Gqa, GqaConfig
 from engine.layers.linear import Linear
