@@ -9,6 +9,7 @@ from typing import Protocol
 
 from engine.api import Admitted, Tokens
 from engine.face import Assembly
+from engine.meter import Meter
 from kvtransfer.types import Destination, Hold, LegKey, Pulled
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from runtime.errors import KvLost
@@ -53,6 +54,7 @@ class Leg:
     pull: asyncio.Task[None] | None = None
     pulled: Pulled | None = None
     recomputing: bool = False
+    begun: bool = False  # it has said a token
     over_at: float | None = None
     _kept: deque[decode_pb2.DecodeEvent] = field(default_factory=deque)
     _kept_tokens: int = 0
@@ -106,6 +108,23 @@ class Leg:
         if self.local:
             times.cached_tokens = last.cached_tokens
         return times
+
+    def move(self, session: Session[decode_pb2.DecodeEvents] | None) -> None:
+        """To another of its router's sessions, or to none."""
+        if self.session is not None:
+            self.session.legs.discard(self.key)
+        self.session = session
+        if session is not None:
+            session.legs.add(self.key)
+
+    def meter(self, meter: Meter, said: decode_pb2.ChoiceTokens, cached_tokens: int) -> None:
+        """Count what it is about to say. A local leg's prompt counts with its first tokens, another's when it came."""
+        if self.local and not self.begun:
+            meter.prompt(self.key.leg, self.token_count, common_pb2.StageTimes(cached_tokens=cached_tokens))
+        self.begun = True
+        meter.generated(self.key.leg, len(said.tokens))
+        if said.HasField("times"):
+            meter.finished(self.key.leg, said.times)
 
     def keep(self, event: decode_pb2.DecodeEvent) -> None:
         """Remember an event until it is acknowledged or too much is kept."""

@@ -214,7 +214,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def _said_again(self, leg: Leg, session: _Session) -> None:
         """The same attempt submitted twice runs once; the router hears again what it has not acknowledged."""
-        self._move(leg, session)
+        leg.move(session)
         batch = self._batch()
         for event in leg.missed([]) or ():
             batch.add(session, event)
@@ -332,6 +332,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def _handed_off(self, leg: Leg, recomputed: int, batch: _Batch) -> None:
         times = leg.times(self._worker.pid, self._worker.transport)
         times.recomputed_tokens = recomputed
+        self._worker.meter.prompt(LEG, leg.token_count, times, remote=True)
         self._say(leg, decode_pb2.DecodeEvent(handoff=decode_pb2.HandoffDone(times=times)), batch)
 
     # --- events ------------------------------------------------------------------------------------------------
@@ -389,6 +390,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if event.last:
             tokens.times.CopyFrom(leg.final_times(event, self._worker.pid, self._worker.transport))
             leg.over_at = self._worker.clock.monotonic()
+        leg.meter(self._worker.meter, tokens, event.cached_tokens)
         self._say(leg, decode_pb2.DecodeEvent(tokens=tokens), batch)
         if event.finish:
             leg.open.discard(event.choice)
@@ -408,6 +410,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             return
         self._over.put(leg.key, error)
         self._stop(leg)
+        self._worker.meter.failed(LEG, error.reason)
         failed = decode_pb2.DecodeFailed(error=error.detail(), kv_lost=isinstance(error, KvLost))
         self._say(leg, decode_pb2.DecodeEvent(failed=failed), batch)
 
@@ -426,15 +429,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             leg.landing.release()
             leg.landing = None
 
-    def _move(self, leg: Leg, session: _Session | None) -> None:
-        if leg.session is not None:
-            leg.session.legs.discard(leg.key)
-        leg.session = session
-        if session is not None:
-            session.legs.add(leg.key)
-
     def _forget(self, leg: Leg) -> None:
-        self._move(leg, None)
+        leg.move(None)
         self._legs.pop(leg.key, None)
         if self._attempts.get(leg.key.request_id) == leg.key.attempt:
             del self._attempts[leg.key.request_id]

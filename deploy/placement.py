@@ -17,7 +17,9 @@ NAMESPACE = "pdserve"
 ENV_PREFIX = "PDSERVE_"
 _NOT_SETTINGS = frozenset({"PDSERVE_FAULTS"})  # fail-points: for every process, and no configuration key
 NODE = "node"
-"""As the host of `listen`: the address of the Ray node the worker lands on."""
+"""As the host of an address a worker listens on: the address of the Ray node it lands on."""
+
+WORKER_ADDRESSES = ("listen", "metrics_listen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,20 @@ def check(config: Config) -> None:
         raise InvalidRequest("belongs to one worker; `up` names and addresses each itself", field=key)
     if config.transport == "inprocess":
         raise InvalidRequest("workers are processes of their own here: use nixl", field="transport")
-    if len(roles(config)) > 1 and port_of(config.listen):
-        raise InvalidRequest("several workers cannot share one port: use port 0", field="listen", limit="0")
-    if not config.address and host_of(config.listen) == NODE:
-        raise InvalidRequest("`node` as a host needs a Ray cluster to join (address)", field="listen")
+    for key in WORKER_ADDRESSES:
+        _check_worker_address(config, key)
     if config.address and not config.registry:
         _check_reachable(config.grpc_listen)
+
+
+def _check_worker_address(config: Config, key: str) -> None:
+    listen = getattr(config, key)
+    if not listen and key == "metrics_listen":  # none is served
+        return
+    if len(roles(config)) > 1 and port_of(listen, key):
+        raise InvalidRequest("several workers cannot share one port: use port 0", field=key, limit="0")
+    if not config.address and host_of(listen) == NODE:
+        raise InvalidRequest("`node` as a host needs a Ray cluster to join (address)", field=key)
 
 
 def _check_reachable(grpc_listen: str) -> None:
@@ -142,9 +152,10 @@ def child_env(environ: Mapping[str, str], settings: Mapping[str, str]) -> dict[s
 def worker_env(environ: Mapping[str, str], spec: WorkerSpec, threads: int, node: str) -> dict[str, str]:
     """The environment of a worker process on the node with address `node`."""
     settings = {**spec.settings, "threads": str(threads)}
-    listen = settings.get("listen", "")
-    if listen and host_of(listen) == NODE:
-        settings["listen"] = f"{node}:{port_of(listen)}"
+    for key in WORKER_ADDRESSES:
+        listen = settings.get(key, "")
+        if listen and host_of(listen) == NODE:
+            settings[key] = f"{node}:{port_of(listen)}"
     env = child_env(environ, settings) | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     env.setdefault("UCX_MODULES", "^efa")  # the bundled efa module crashes at exit beside a system libefa
     return env | spec.env

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.api import EngineLoad, EnginePort, EngineRequest, Free, Mode, Needs, Refused
+from engine.meter import Meter
 from engine.plan import Logprob, SamplingParams
 from kvtransfer.types import First, LegKey
 from protos.v1 import common_pb2
@@ -49,6 +50,7 @@ class Worker:
     limits: Limits
     root_of: Callable[[bytes], bytes]
     load: Callable[[], common_pb2.Load]
+    meter: Meter = field(default_factory=Meter)
 
 
 def reserve(worker: Worker, leg: str, request: common_pb2.ReserveRequest) -> common_pb2.ReserveReply:

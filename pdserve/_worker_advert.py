@@ -10,6 +10,7 @@ from importlib import metadata
 from protos.v1 import common_pb2, registry_pb2
 from runtime.config import Config
 from runtime.ids import new_epoch, new_worker_id
+from runtime.metrics import Metrics
 from runtime.modelfiles import ModelFiles
 from runtime.registry.agent import RegistryAgent
 from runtime.streamhub import PROTOCOL_MAX, PROTOCOL_MIN
@@ -53,7 +54,7 @@ def advertised(config: Config, bound: str) -> str:
 class Advert:
     """Every change goes to the registry at once; a report of load once a second. Event loop thread only."""
 
-    def __init__(self, config: Config, identity: Identity, files: ModelFiles, address: str) -> None:
+    def __init__(self, config: Config, identity: Identity, files: ModelFiles, address: str, metrics: Metrics) -> None:
         self.record = registry_pb2.WorkerRecord(
             worker_id=identity.worker_id,
             epoch=identity.epoch,
@@ -69,8 +70,9 @@ class Advert:
             page_tokens=0,
             tokenizer_digest=files.tokenizer_digest,
             progress="starting",
+            metrics_address=metrics.serve(config.metrics_listen) if config.metrics_listen else "",
         )
-        self.agent = RegistryAgent(config, self.record) if config.registry else None
+        self.agent = RegistryAgent(config, self.record, metrics) if config.registry else None
 
     def start(self) -> None:
         if self.agent is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from decode_worker.service import DecodeService
 from engine.face import Limits, Worker, load_of
 from engine.loop import Engine, EngineSpec
+from engine.meter import Meter
 from engine.runner_api import Runner
 from kvtransfer import hashing
 from kvtransfer.checksum import wsum64
@@ -33,6 +34,7 @@ from runtime import faults
 from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import PdserveError
+from runtime.metrics import Metrics
 from runtime.modelfiles import ModelFiles
 
 
@@ -75,10 +77,18 @@ class Parts:
     prefill: PrefillService
     decode: DecodeService
     load: Callable[[], common_pb2.Load]
+    meter: Meter
 
     @classmethod
     async def make(
-        cls, config: Config, files: ModelFiles, runner: Runner, identity: Identity, address: str, clock: Clock
+        cls,
+        config: Config,
+        files: ModelFiles,
+        runner: Runner,
+        identity: Identity,
+        address: str,
+        clock: Clock,
+        metrics: Metrics | None = None,
     ) -> Parts:
         """Allocate the pools, register them, start the engine. Raises InvalidRequest, TransferFailed."""
         model = runner.spec()
@@ -93,12 +103,13 @@ class Parts:
         source = KvSourceService(identity.worker_id, identity.epoch, layout, [local], store)
         puller = Puller(identity.worker_id, identity.epoch, layout, [local], config, clock)
         load = _loader(engine, store, puller)
-        worker = _worker(config, files, engine, identity, address, clock, transport.name, load)
+        meter = Meter(metrics)
+        worker = _worker(config, files, engine, identity, address, clock, transport.name, load, meter)
         prefill = PrefillService(worker, store, config.reattach_s)
         decode = DecodeService(worker, puller, config.reattach_s)
         engine.start_loop()
         source.start()
-        return cls(engine, runner, transport, layout, rank, store, source, puller, prefill, decode, load)
+        return cls(engine, runner, transport, layout, rank, store, source, puller, prefill, decode, load, meter)
 
     def tick(self, now: float) -> None:
         self.prefill.tick(now)
@@ -151,6 +162,7 @@ def _worker(
     clock: Clock,
     transport: str,
     load: Callable[[], common_pb2.Load],
+    meter: Meter,
 ) -> Worker:
     model = config.served_model_name or files.name
     revision = files.fingerprint()
@@ -172,4 +184,5 @@ def _worker(
         limits=limits,
         root_of=lambda salt: hashing.root(salt, model, revision),
         load=load,
+        meter=meter,
     )

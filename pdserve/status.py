@@ -65,6 +65,7 @@ def row(record: registry_pb2.WorkerRecord) -> dict[str, Any]:
         "pid": record.pid,
         "epoch": str(record.epoch),  # more than a JSON number holds
         "address": record.address,
+        "metrics": record.metrics_address,
         "node": record.node,
         "model": record.model,
     }

@@ -26,6 +26,7 @@ from runtime.clock import SystemClock
 from runtime.config import Config
 from runtime.errors import Draining, WorkerLost
 from runtime.health import Health, HealthService
+from runtime.metrics import Metrics
 from runtime.modelfiles import ModelFiles
 
 EXIT_FAULT = 70
@@ -78,7 +79,8 @@ class WorkerProcess:
         self._clock = SystemClock()
         self._server = rpc.server(config)
         self._address = advertised(config, rpc.bind(self._server, config.listen, config))
-        self._advert = Advert(config, identity, files, self._address)
+        self._metrics = Metrics()
+        self._advert = Advert(config, identity, files, self._address, self._metrics)
         self._parts: Parts | None = None
         self._draining = False
         self._health = Health(
@@ -99,7 +101,13 @@ class WorkerProcess:
         HealthService(self._health, SERVICES).add_to(self._server)
         await self._server.start()
         self._advert.start()
-        _log.info("listening", address=self._address, epoch=self._identity.epoch, pid=self._identity.pid)
+        _log.info(
+            "listening",
+            address=self._address,
+            metrics=self._advert.record.metrics_address,
+            epoch=self._identity.epoch,
+            pid=self._identity.pid,
+        )
         try:
             self._parts = await self._load()
             if self._parts is None:
@@ -134,7 +142,7 @@ class WorkerProcess:
                 return None
             self._advert.progress("allocating pools")
             parts = await Parts.make(
-                self._config, self._files, runner, self._identity, self._address, self._clock
+                self._config, self._files, runner, self._identity, self._address, self._clock, self._metrics
             )  # fmt: skip
         except _Stopped:
             return None
@@ -157,8 +165,7 @@ class WorkerProcess:
         record.layout_fingerprint = fingerprint(parts.layout).hex()
         record.page_tokens = parts.layout.page_tokens
         record.max_model_len = parts.engine.spec.max_model_len
-        record.load.CopyFrom(parts.load())
-        self._advert.push()
+        self._report(parts)
         _log.info("ready", pages=parts.engine.pages.total, transport=parts.transport.name)
 
     # --- serving -------------------------------------------------------------------------------------------------
@@ -180,6 +187,7 @@ class WorkerProcess:
 
     def _report(self, parts: Parts) -> None:
         self._advert.record.load.CopyFrom(parts.load())
+        parts.meter.load(self._advert.record.load)
         self._advert.push()
 
     def _fault(self) -> str:

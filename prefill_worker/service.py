@@ -293,6 +293,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             pid=self._worker.pid,
             transport=self._worker.transport,
         )
+        meter = self._worker.meter
+        meter.prompt(LEG, leg.state_length, times)
+        meter.generated(LEG, len(event.first))
+        meter.finished(LEG, times)
         done = prefill_pb2.PrefillDone(first=wire_first(event.first), times=times)
         leg.done = True
         self._say(leg, prefill_pb2.PrefillEvent(ref=ref_of(leg.key), done=done), batch)
@@ -302,6 +306,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._over.put(leg.key, error)
         self._handoffs.fail(leg.key, error)
         if not leg.done:
+            self._worker.meter.failed(LEG, error.reason)
             self._say(leg, prefill_pb2.PrefillEvent(ref=ref_of(leg.key), failed=error.detail()), batch)
         self._forget(leg)
 

@@ -50,6 +50,9 @@ class Config(BaseSettings):
     worker_id: str = Field("", description="empty = made up")
     listen: str = Field("127.0.0.1:0", description="address of a worker's own server")
     advertise: str = Field("", description="address others reach a worker at; empty = the one listened on")
+    metrics_listen: str = Field(
+        "127.0.0.1:0", description="address of a worker's own /metrics (plain HTTP); empty = none"
+    )
     kv_pool_tokens: int = Field(0, ge=0, description="room for so many tokens; 0 = from kv_pool_bytes")
     kv_pool_bytes: int = Field(512 << 20, gt=0, description="of the KV pages of one worker")
     max_batch: int = Field(64, gt=0, le=4096, description="answers computed at once")

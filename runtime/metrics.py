@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+
+from runtime.errors import InvalidRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -47,6 +49,18 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition, content type CONTENT_TYPE."""
         return generate_latest(self.registry)
+
+    def serve(self, listen: str) -> str:
+        """Answer scrapes at `listen` ("host:port", 0 = any) from a thread of its own until the process ends, so that
+        a busy process is seen too. Returns "host:port" really bound. Raises InvalidRequest."""
+        host, _, port = listen.rpartition(":")
+        if not host or not port.isdigit():
+            raise InvalidRequest("an address is host:port", field="metrics_listen", limit="host:port")
+        try:
+            server, _ = start_http_server(int(port), host.strip("[]"), registry=self.registry)
+        except (OSError, OverflowError) as exc:
+            raise InvalidRequest(f"cannot listen on {listen}", field="metrics_listen") from exc
+        return f"{host}:{server.server_port}"
 
     def value(self, name: str, labels: dict[str, str] | None = None) -> float:
         """The current value of a sample (a counter's with `_total`), 0.0 when nothing was counted yet."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import common_pb2 as protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/v1/registry.proto\x12\npdserve.v1\x1a\x16protos/v1/common.proto\"\xa6\x03\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x08 \x01(\r\x12\x14\n\x0cprotocol_max\x18\t \x01(\r\x12\r\n\x05ready\x18\n \x01(\x08\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x1e\n\x04load\x18\x0c \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x0b\n\x03pid\x18\r \x01(\r\x12\x0c\n\x04node\x18\x0e \x01(\t\x12\x0f\n\x07version\x18\x0f \x01(\t\x12\x0c\n\x04gone\x18\x10 \x01(\x08\x12\x13\n\x0bpage_tokens\x18\x11 \x01(\r\x12\x15\n\rmax_model_len\x18\x12 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x13 \x01(\t\x12\x10\n\x08progress\x18\x14 \x01(\t\"5\n\x0bRegisterAck\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\x04\x12\x16\n\x0erenew_every_ms\x18\x02 \x01(\x04\"\r\n\x0bListRequest\"6\n\tListReply\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerRecord2\x85\x01\n\x08Registry\x12\x41\n\x08Register\x12\x18.pdserve.v1.WorkerRecord\x1a\x17.pdserve.v1.RegisterAck(\x01\x30\x01\x12\x36\n\x04List\x12\x17.pdserve.v1.ListRequest\x1a\x15.pdserve.v1.ListReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/v1/registry.proto\x12\npdserve.v1\x1a\x16protos/v1/common.proto\"\xbf\x03\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x08 \x01(\r\x12\x14\n\x0cprotocol_max\x18\t \x01(\r\x12\r\n\x05ready\x18\n \x01(\x08\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x1e\n\x04load\x18\x0c \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x0b\n\x03pid\x18\r \x01(\r\x12\x0c\n\x04node\x18\x0e \x01(\t\x12\x0f\n\x07version\x18\x0f \x01(\t\x12\x0c\n\x04gone\x18\x10 \x01(\x08\x12\x13\n\x0bpage_tokens\x18\x11 \x01(\r\x12\x15\n\rmax_model_len\x18\x12 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x13 \x01(\t\x12\x10\n\x08progress\x18\x14 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x15 \x01(\t\"5\n\x0bRegisterAck\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\x04\x12\x16\n\x0erenew_every_ms\x18\x02 \x01(\x04\"\r\n\x0bListRequest\"6\n\tListReply\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerRecord2\x85\x01\n\x08Registry\x12\x41\n\x08Register\x12\x18.pdserve.v1.WorkerRecord\x1a\x17.pdserve.v1.RegisterAck(\x01\x30\x01\x12\x36\n\x04List\x12\x17.pdserve.v1.ListRequest\x1a\x15.pdserve.v1.ListReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.registry_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERRECORD']._serialized_start=65
-  _globals['_WORKERRECORD']._serialized_end=487
-  _globals['_REGISTERACK']._serialized_start=489
-  _globals['_REGISTERACK']._serialized_end=542
-  _globals['_LISTREQUEST']._serialized_start=544
-  _globals['_LISTREQUEST']._serialized_end=557
-  _globals['_LISTREPLY']._serialized_start=559
-  _globals['_LISTREPLY']._serialized_end=613
-  _globals['_REGISTRY']._serialized_start=616
-  _globals['_REGISTRY']._serialized_end=749
+  _globals['_WORKERRECORD']._serialized_end=512
+  _globals['_REGISTERACK']._serialized_start=514
+  _globals['_REGISTERACK']._serialized_end=567
+  _globals['_LISTREQUEST']._serialized_start=569
+  _globals['_LISTREQUEST']._serialized_end=582
+  _globals['_LISTREPLY']._serialized_start=584
+  _globals['_LISTREPLY']._serialized_end=638
+  _globals['_REGISTRY']._serialized_start=641
+  _globals['_REGISTRY']._serialized_end=774
 # @@protoc_insertion_point(module_scope)

@@ -43,6 +43,7 @@ class WorkerRecord(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -66,6 +67,8 @@ class WorkerRecord(_message.Message):
     tokenizer_digest: _builtins.str
     progress: _builtins.str
     """while not ready: what it is doing ("loading weights 42 %")"""
+    metrics_address: _builtins.str
+    """of its /metrics over HTTP; empty = it has none"""
     @_builtins.property
     def load(self) -> _common_pb2.Load: ...
     def __init__(
@@ -91,10 +94,11 @@ class WorkerRecord(_message.Message):
         max_model_len: _builtins.int = ...,
         tokenizer_digest: _builtins.str = ...,
         progress: _builtins.str = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "gone", b"gone", "layout_fingerprint", b"layout_fingerprint", "load", b"load", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node", b"node", "page_tokens", b"page_tokens", "pid", b"pid", "progress", b"progress", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ready", b"ready", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "gone", b"gone", "layout_fingerprint", b"layout_fingerprint", "load", b"load", "max_model_len", b"max_model_len", "metrics_address", b"metrics_address", "model", b"model", "model_fingerprint", b"model_fingerprint", "node", b"node", "page_tokens", b"page_tokens", "pid", b"pid", "progress", b"progress", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ready", b"ready", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

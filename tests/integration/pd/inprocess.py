@@ -71,5 +71,5 @@ class LocalWorker(WorkerProcess):
 
 def config(model: str, **flags: Any) -> Config:
     return Config(
-        model=model, transport="inprocess", listen="127.0.0.1:0", kv_pool_tokens=8192, deterministic=True, **flags
+        model=model, transport="inprocess", metrics_listen="", kv_pool_tokens=8192, deterministic=True, **flags
     )

@@ -16,7 +16,7 @@ from runtime import rpc
 from runtime.errors import EpochMismatch, InvalidRequest, KvLost, LayoutMismatch
 from tests.integration.pd.conftest import ORACLE
 from tests.integration.pd.router_client import Link, Router, request
-from tests.integration.pd.workers import WorkerProcess, baseline
+from tests.integration.pd.workers import WorkerProcess, baseline, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -84,6 +84,37 @@ async def test_a_decode_worker_that_holds_a_part_pulls_only_the_rest(router: Rou
     assert answer.handoff.cached_tokens == 160
     assert answer.handoff.transfer_bytes == (25 - 10) * PAGE
     assert answer.tokens == (await router.local(request(tokens))).tokens
+
+
+async def test_every_prompt_token_is_counted_once_by_where_its_kv_came_from(router: Router) -> None:
+    """Reported elsewhere as T098 and T156: tokens that were transferred count as computed; gauges freeze."""
+
+    async def added(since: dict[str, float], worker: WorkerProcess, leg: str) -> dict[str, float]:
+        now, name = await worker.scrape(), "pdserve_worker_prompt_tokens_total"
+        keys = {source: f'{name}{{leg="{leg}",source="{source}"}}' for source in ("computed", "cached", "transferred")}
+        grown = {source: now.get(key, 0.0) - since.get(key, 0.0) for source, key in keys.items()}
+        return {source: count for source, count in grown.items() if count}
+
+    p, d = router.p.worker, router.d.worker
+    p_before, d_before = await p.scrape(), await d.scrape()
+    tokens = prompt(512, 77)
+    await router.disaggregated(request(tokens))
+    assert await added(p_before, p, "prefill") == {"computed": 512}
+    assert await added(d_before, d, "decode") == {"transferred": 512}
+    await router.disaggregated(request(tokens))
+    assert await added(p_before, p, "prefill") == {"computed": 512 + 16, "cached": 496}
+    assert await added(d_before, d, "decode") == {"transferred": 512 + 16, "cached": 496}
+    await router.local(request(tokens))
+    assert await added(d_before, d, "decode") == {"transferred": 512 + 16, "cached": 2 * 496, "computed": 16}
+    moved = "pdserve_worker_transfer_bytes_total"
+    assert (await d.scrape())[moved] - d_before[moved] == (32 + 1) * PAGE
+    await baseline(p, d)
+
+    async def idle() -> bool:
+        loads = [await one.scrape() for one in (p, d)]
+        return not any(load["pdserve_worker_running"] or load["pdserve_worker_leases"] for load in loads)
+
+    await eventually(idle)
 
 
 @pytest.mark.parametrize("cached", [0, 16, 32])

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ class WorkerProcess:
     flags: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
     address: str = ""
+    metrics_address: str = ""
     epoch: int = 0
     lines: list[str] = field(default_factory=list)
     process: asyncio.subprocess.Process | None = None
@@ -68,7 +70,7 @@ class WorkerProcess:
 
     def _note(self, entry: dict[str, Any]) -> None:
         if entry.get("event") == "listening":
-            self.address, self.epoch = entry["address"], entry["epoch"]
+            self.address, self.epoch, self.metrics_address = entry["address"], entry["epoch"], entry["metrics"]
         elif entry.get("event") == "ready":
             self._ready.set()
 
@@ -106,6 +108,13 @@ class WorkerProcess:
 
     async def load(self) -> common_pb2.Load:
         return (await self.describe()).load
+
+    async def scrape(self) -> dict[str, float]:
+        """What its /metrics says: name with labels -> value."""
+        reading = urllib.request.urlopen
+        with await asyncio.to_thread(reading, f"http://{self.metrics_address}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return {key: float(value) for key, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None

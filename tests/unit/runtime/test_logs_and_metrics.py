@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import structlog
 
 from runtime import logs
 from runtime.config import Config
+from runtime.errors import InvalidRequest
 from runtime.metrics import Metrics
 
 SECRET = "the user's own words"
@@ -90,6 +92,18 @@ def test_the_exposition_has_help_type_and_values() -> None:
     text = metrics.render().decode()
     assert "# HELP pdserve_level How high\n# TYPE pdserve_level gauge\npdserve_level 4.0" in text
     assert 'pdserve_wait_seconds_bucket{le="0.025"} 1.0' in text
+
+
+def test_a_process_answers_scrapes_at_an_address_of_its_own_and_refuses_one_it_cannot_have() -> None:
+    metrics = Metrics()
+    metrics.gauge("pdserve_level", "How high").set(4)
+    address = metrics.serve("127.0.0.1:0")
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        assert b"pdserve_level 4.0" in answer.read()
+    for bad in (address, "127.0.0.1", "127.0.0.1:70000"):
+        with pytest.raises(InvalidRequest) as refused:
+            metrics.serve(bad)
+        assert refused.value.field == "metrics_listen"
 
 
 def test_a_foreign_name_or_another_kind_under_a_name_is_a_bug() -> None:
