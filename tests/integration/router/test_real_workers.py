@@ -21,8 +21,13 @@ from tests.integration.router.scripted import config, until
 @dataclass(slots=True)
 class Real:
     router: Router
-    workers: dict[str, WorkerProcess]
+    all: list[WorkerProcess]
     http: aiohttp.ClientSession
+
+    @property
+    def workers(self) -> dict[str, WorkerProcess]:
+        """By role, the last one of each."""
+        return {worker.role: worker for worker in self.all}
 
     async def complete(self, **fields: Any) -> dict[str, Any]:
         body = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True, "return_ledger": True}
@@ -46,7 +51,7 @@ async def real(*roles: str, step_s: float = 0.0, lease_s: float = 60.0) -> Async
         await asyncio.gather(*(worker.start() for worker in workers))
         await until(lambda: sum(state.usable for state in router.fleet.states()) == len(roles), 10)
         http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{router.http}"))
-        yield Real(router, dict(zip(roles, workers, strict=True)), http)
+        yield Real(router, workers, http)
 
 
 async def test_pair_and_aggregated_answers_are_the_same_tokens() -> None:
@@ -128,3 +133,31 @@ async def test_a_killed_prefill_worker_ends_the_request_within_a_second_and_deco
         assert response.status == 503
         assert took < 1
         await baseline(made.workers["decode"])
+
+
+async def test_killing_a_prefill_and_a_decode_worker_under_load_changes_no_answer() -> None:
+    """kill -9 of real processes; greedy, seeded and several choices; every answer is the undisturbed one."""
+    wishes = [
+        {"prompt": [(7 * i + j) % 250 for j in range(40 + 90 * (i % 5))], "max_tokens": 40 + i, "n": 1 + (i % 4 == 3)}
+        | ({"temperature": 1.0, "seed": i} if i % 2 else {})
+        for i in range(16)
+    ]
+
+    def tokens(answer: dict[str, Any]) -> list[list[int]]:
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    async with real("both") as made:
+        alone = [tokens(await made.complete(**wish)) for wish in wishes]
+    async with real("prefill", "prefill", "decode", "decode", step_s=0.01) as made:
+        calls = [asyncio.create_task(made.complete(**wish)) for wish in wishes]
+        await until(lambda: made.router.metrics.value("pdserve_requests_inflight", {}) == len(wishes))
+        await until(lambda: sum(state.decode_load for state in made.router.fleet.states()) >= len(wishes), 10)
+        await asyncio.sleep(0.2)  # some have begun, some have not
+        await asyncio.gather(made.all[0].kill(), made.all[2].kill())
+
+        answers = [tokens(answer) for answer in await asyncio.gather(*calls)]
+        retried = made.router.metrics.value("pdserve_router_retries_total", {"kind": "continue"})
+        await baseline(made.all[1], made.all[3])
+
+    assert answers == alone
+    assert retried > 0

@@ -1,0 +1,417 @@
+"""Workers that die, freeze and fail under requests that can go on: one answer, the undisturbed one, and one end.
+
+The history of every request is checked (reliability.md, I1 to I3): exactly one terminal event, sequence numbers without
+gap or repeat (the text shows both), and the text of a run nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from protos.v1 import common_pb2, decode_pb2
+from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, Site, config, scored, site, until
+
+
+def token(sequence: int, choice: int) -> int:
+    """What every honest worker says at this place, whoever it is."""
+    return ord("a") + (sequence + 7 * choice) % 26
+
+
+def text(count: int, choice: int = 0, start: int = 0) -> str:
+    return bytes(token(i, choice) for i in range(start, count)).decode()
+
+
+def first_of(leg: Leg) -> int:
+    """The first sequence a leg has to say, after checking what it was told of the answer so far."""
+    work = leg.work
+    known = list(work.tokens[work.prompt_len :])
+    assert known == [token(i, work.choice) for i in range(len(known))], "told another answer than the client has"
+    return len(known)
+
+
+def choices_of(leg: Leg) -> range:
+    return range(leg.work.choice, leg.work.choice + leg.work.n)
+
+
+async def honest_prefill(leg: Leg) -> None:
+    start = first_of(leg)
+    leg.ticket_issued()
+    finish = LENGTH if leg.work.sampling.max_tokens == start + 1 else GO_ON
+    firsts = [
+        common_pb2.FirstToken(
+            choice=c,
+            token=token(start, c),
+            finish=common_pb2.FinishReason.ValueType(finish),
+            logprob=scored(token(start, c)) if leg.work.sampling.logprobs else None,
+        )
+        for c in choices_of(leg)
+    ]
+    leg.send(done={"first": firsts, "times": common_pb2.StageTimes(prefill_s=0.01, pid=1)})
+
+
+@dataclass
+class Decoding:
+    """A decode script: every leg says up to `stop_at` (sequence), then waits for `go`; with go set it says all."""
+
+    stop_at: int = 1 << 30
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: int = 0
+
+    async def __call__(self, leg: Leg) -> None:
+        start = first_of(leg)
+        if not leg.local:
+            await leg.ticket.wait()
+            leg.handed_over()
+            start += 1
+        limit = leg.work.sampling.max_tokens
+        for sequence in range(start, limit):
+            if sequence >= self.stop_at and not self.go.is_set():
+                self.waiting += 1
+                await self.go.wait()
+            for c in choices_of(leg):
+                leg.tokens(
+                    sequence,
+                    token(sequence, c),
+                    choice=c,
+                    finish=LENGTH if sequence == limit - 1 else GO_ON,
+                    logprobs=leg.work.sampling.logprobs,
+                )
+            await asyncio.sleep(0)
+
+
+def fleet(prefills: int = 2, decodes: int = 2) -> list[ScriptedWorker]:
+    workers = [ScriptedWorker("prefill", f"p{i}") for i in range(prefills)]
+    workers += [ScriptedWorker("decode", f"d{i}") for i in range(decodes)]
+    for worker in workers:
+        worker.prefill = honest_prefill
+        worker.decode = Decoding()
+    return workers
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Site]:
+    """2P2D, all honest."""
+    async with site(*fleet(), settings=config(first_token_timeout_s=0.5, inter_token_timeout_s=0.5)) as made:
+        yield made
+
+
+@dataclass
+class History:
+    """One streamed request as its client saw it."""
+
+    texts: dict[int, str]
+    finishes: dict[int, str]
+    errors: list[str]
+    done: int
+
+    @classmethod
+    def of(cls, events: list[str]) -> History:
+        seen = cls({}, {}, [], 0)
+        for event in events:
+            assert seen.done + len(seen.errors) == 0, "an event after the end"
+            if event == "[DONE]":
+                seen.done += 1
+                continue
+            body = json.loads(event)
+            if "error" in body:
+                seen.errors.append(body["error"]["code"])
+                continue
+            for choice in body["choices"]:
+                index = choice["index"]
+                assert index not in seen.finishes, "text after the finish"
+                seen.texts[index] = seen.texts.get(index, "") + choice["text"]
+                if choice["finish_reason"]:
+                    seen.finishes[index] = choice["finish_reason"]
+        assert seen.done + len(seen.errors) == 1, "not exactly one end"
+        return seen
+
+
+BODY = {"prompt": "hello", "max_tokens": 40, "stream": True}
+
+
+async def history(made: Site, **fields: Any) -> History:
+    return History.of(await made.events("/v1/completions", BODY | fields))
+
+
+async def busy(made: Site, role: str) -> ScriptedWorker:
+    """The one worker of a role that has a leg whose script waits."""
+    workers = [worker for worker in made.workers if worker.role == role]
+    await until(lambda: any(worker.legs for worker in workers))
+    return next(worker for worker in workers if worker.legs)
+
+
+def hold_decodes(made: Site, stop_at: int) -> dict[str, Decoding]:
+    scripts = {}
+    for worker in made.workers:
+        if worker.role == "decode":
+            scripts[worker.id] = Decoding(stop_at)
+            worker.decode = scripts[worker.id]
+    return scripts
+
+
+# --- after the first token
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 17, 39])
+async def test_a_decode_worker_killed_in_a_stream_is_not_noticed_by_the_client(two: Site, stop_at: int) -> None:
+    scripts = hold_decodes(two, stop_at)
+    call = asyncio.create_task(history(two))
+    await until(lambda: any(script.waiting for script in scripts.values()))
+
+    dead = next(worker for worker in two.workers if worker.id in scripts and scripts[worker.id].waiting)
+    for script in scripts.values():
+        script.go.set()
+    await dead.die()
+
+    seen = await call
+    assert (seen.texts, seen.finishes, seen.errors) == ({0: text(40)}, {0: "length"}, [])
+    assert two.metric("pdserve_requests_total", outcome="completed", reason="") == 1
+
+
+async def test_a_frozen_decode_worker_is_left_at_its_timer_and_told_so(two: Site) -> None:
+    scripts = hold_decodes(two, 5)
+    call = asyncio.create_task(history(two))
+    await until(lambda: any(script.waiting for script in scripts.values()))
+    frozen = next(worker for worker in two.workers if worker.id in scripts and scripts[worker.id].waiting)
+    for name, script in scripts.items():
+        if name != frozen.id:
+            script.go.set()
+    started = time.perf_counter()
+
+    seen = await call
+
+    assert seen.texts == {0: text(40)}
+    assert time.perf_counter() - started < 1.5
+    await frozen.until(lambda: len(frozen.cancelled) == 1)
+    await two.quiet()
+
+
+async def test_a_stop_string_over_the_break_still_ends_the_answer_and_log_probabilities_are_whole(two: Site) -> None:
+    scripts = hold_decodes(two, 6)  # "abcdef" is there
+    call = asyncio.create_task(two.complete(max_tokens=40, stop="efgh", logprobs=1, include_stop_str_in_output=True))
+    await until(lambda: any(script.waiting for script in scripts.values()))
+    dead = next(worker for worker in two.workers if worker.id in scripts and scripts[worker.id].waiting)
+    for script in scripts.values():
+        script.go.set()
+    await dead.die()
+
+    status, body = await call
+    choice = body["choices"][0]
+    assert (status, choice["text"], choice["finish_reason"]) == (200, "abcdefgh", "stop")
+    assert choice["logprobs"]["tokens"] == list("abcdefgh")
+    assert body["usage"]["completion_tokens"] == 8
+
+
+async def test_each_choice_goes_on_alone_and_one_that_has_ended_does_not(two: Site) -> None:
+    scripts = hold_decodes(two, 6)
+    call = asyncio.create_task(history(two, n=3, stop="kl", max_tokens=30))  # choice 1 says "hijklm..." first
+    await until(lambda: any(script.waiting for script in scripts.values()))
+    dead = next(worker for worker in two.workers if worker.id in scripts and scripts[worker.id].waiting)
+    for script in scripts.values():
+        script.go.set()
+    await dead.die()
+
+    seen = await call
+    assert seen.texts[1] == "hij"
+    assert seen.finishes[1] == "stop"
+    assert seen.texts[0] == text(30).split("kl")[0]
+    assert seen.texts[2] == text(30, 2).split("kl")[0]
+    again = [
+        leg.work for worker in two.workers for leg in worker.submitted if leg.work.prompt_len < len(leg.work.tokens)
+    ]
+    assert {(work.choice, work.n) for work in again} == {(0, 1), (2, 1)}
+    assert len({work.ref.request_id for work in again}) == 2
+
+
+async def test_an_answer_that_has_all_its_tokens_ends_without_asking_anybody(two: Site) -> None:
+    async def almost(leg: Leg) -> None:
+        await leg.ticket.wait()
+        leg.handed_over()
+        leg.tokens(1, *(token(i, 0) for i in range(1, leg.work.sampling.max_tokens)))  # and no finish
+        await asyncio.Event().wait()
+
+    for worker in two.workers:
+        worker.decode = almost
+    call = asyncio.create_task(history(two, max_tokens=8))
+    decode = await busy(two, "decode")
+    await asyncio.sleep(0.05)
+    await decode.die()
+
+    seen = await call
+    assert (seen.texts, seen.finishes) == ({0: text(8)}, {0: "length"})
+    assert sum(len(worker.submitted) for worker in two.workers) == 2
+
+
+# --- before the first token
+
+
+async def test_a_prefill_worker_killed_in_its_work_costs_nothing_but_time(two: Site) -> None:
+    async def forever(leg: Leg) -> None:
+        await asyncio.Event().wait()
+
+    for worker in two.workers:
+        worker.prefill = forever
+    call = asyncio.create_task(history(two))
+    dead = await busy(two, "prefill")
+    for worker in two.workers:
+        worker.prefill = honest_prefill
+    await dead.die()
+
+    seen = await call
+    assert (seen.texts, seen.errors) == ({0: text(40)}, [])
+    assert sum(len(worker.submitted) for worker in two.workers if worker.role == "prefill") == 2
+
+
+async def test_a_frozen_prefill_worker_is_left_at_its_timer(two: Site) -> None:
+    async def frozen(leg: Leg) -> None:
+        for worker in two.workers:
+            worker.prefill = honest_prefill
+        await asyncio.Event().wait()
+
+    for worker in two.workers:
+        worker.prefill = frozen
+
+    assert (await history(two)).texts == {0: text(40)}
+
+
+async def test_pages_that_are_lost_are_computed_again_and_never_decoded_from(two: Site) -> None:
+    async def lost(leg: Leg) -> None:
+        for worker in two.workers:
+            worker.decode = Decoding()
+        await leg.ticket.wait()
+        error = common_pb2.ErrorDetail(reason="kv_lost", message="gone", retryable=True)
+        leg.send(failed=decode_pb2.DecodeFailed(error=error, kv_lost=True))
+
+    for worker in two.workers:
+        worker.decode = lost
+
+    seen = await history(two)
+    assert (seen.texts, seen.errors) == ({0: text(40)}, [])
+    assert sum(len(worker.submitted) for worker in two.workers if worker.role == "prefill") == 2
+
+
+async def test_prompt_scores_come_once_although_the_prompt_is_computed_twice(two: Site) -> None:
+    prefills = [worker for worker in two.workers if worker.role == "prefill"]
+    tries = 0
+
+    async def scores(leg: Leg) -> None:
+        nonlocal tries
+        tries += 1
+        leg.send(
+            prompt_logprobs={"offset": 1, "entries": [scored(t) for t in leg.work.tokens[1 : 3 if tries == 1 else 5]]}
+        )
+        if tries == 1:
+            await asyncio.Event().wait()
+        await honest_prefill(leg)
+
+    for worker in prefills:
+        worker.prefill = scores
+    call = asyncio.create_task(two.complete(max_tokens=3, prompt_logprobs=1))
+    dead = await busy(two, "prefill")
+    await until(lambda: tries == 1)
+    await asyncio.sleep(0.05)
+    await dead.die()
+
+    status, body = await call
+    assert status == 200
+    assert [None if entry is None else len(entry) > 0 for entry in body["choices"][0]["prompt_logprobs"]] == [None] + [
+        True
+    ] * 4
+
+
+# --- where nothing can be done
+
+
+async def test_without_retries_a_lost_worker_is_one_error_within_a_second() -> None:
+    workers = fleet()
+    async with site(*workers, settings=config(retries=0)) as made:
+        scripts = hold_decodes(made, 5)
+        call = asyncio.create_task(history(made))
+        await until(lambda: any(script.waiting for script in scripts.values()))
+        dead = next(worker for worker in workers if worker.id in scripts and scripts[worker.id].waiting)
+        started = time.perf_counter()
+        await dead.die()
+
+        seen = await call
+        assert (seen.errors, seen.done) == (["worker_lost"], 0)
+        assert time.perf_counter() - started < 1
+
+
+async def test_what_the_client_did_wrong_is_tried_once(two: Site) -> None:
+    async def refuses(leg: Leg) -> None:
+        leg.send(failed=common_pb2.ErrorDetail(reason="invalid_request", message="no", field="prompt"))
+
+    for worker in two.workers:
+        worker.prefill = refuses
+
+    status, body = await two.complete()
+    assert (status, body["error"]["code"]) == (400, "invalid_request")
+    assert sum(len(worker.submitted) for worker in two.workers if worker.role == "prefill") == 1
+
+
+async def test_a_failing_fleet_is_asked_so_often_and_no_more(two: Site) -> None:
+    async def fails(leg: Leg) -> None:
+        leg.send(failed=common_pb2.ErrorDetail(reason="worker_lost", message="broken", retryable=True))
+
+    for worker in two.workers:
+        worker.prefill = fails
+    asked = 60
+    answers = await asyncio.gather(*(two.complete(prompt=f"{i}") for i in range(asked)))
+
+    assert {status for status, _ in answers} == {503}
+    sent = sum(len(worker.submitted) for worker in two.workers if worker.role == "prefill")
+    assert asked <= sent <= asked + 0.1 * asked + 10 + 1
+    assert two.metric("pdserve_router_retries_refused_total") > 0
+
+
+async def test_a_worker_that_always_fails_is_left_alone_and_comes_back(two: Site) -> None:
+    bad = next(worker for worker in two.workers if worker.role == "prefill")
+
+    async def fails(leg: Leg) -> None:
+        leg.send(failed=common_pb2.ErrorDetail(reason="worker_lost", message="broken", retryable=True))
+
+    bad.prefill = fails
+    for _ in range(12):
+        assert (await history(two)).errors == []
+    sent = len(bad.submitted)
+    for _ in range(6):
+        assert (await history(two)).errors == []
+    assert len(bad.submitted) == sent, "its breaker is open"
+
+    bad.prefill = honest_prefill
+    async with asyncio.timeout(10):
+        while len(bad.submitted) == sent:
+            assert (await history(two)).errors == []
+            await asyncio.sleep(0.05)
+    assert (await history(two)).errors == []
+
+
+# --- under load
+
+
+async def test_killing_a_prefill_and_a_decode_worker_under_load_costs_no_request() -> None:
+    workers = fleet(3, 3)
+    async with site(*workers, settings=config()) as made:
+        counts = [3 + 7 * (i % 9) for i in range(60)]
+        calls = [
+            asyncio.create_task(history(made, prompt=f"call {i}", max_tokens=count, n=1 + i % 2))
+            for i, count in enumerate(counts)
+        ]
+        await until(lambda: sum(len(worker.submitted) for worker in workers if worker.role == "decode") > 20)
+        await asyncio.gather(workers[0].die(), workers[3].die())
+
+        for i, (call, count) in enumerate(zip(calls, counts, strict=True)):
+            seen = await call
+            assert seen.errors == [], i
+            assert seen.texts == {c: text(count, c) for c in range(1 + i % 2)}, i
+        assert made.metric("pdserve_requests_total", outcome="completed", reason="") == 60
+        assert made.metric("pdserve_router_duplicate_terminals_total") == 0
+        made.workers = [worker for worker in workers if worker not in (workers[0], workers[3])]
+        await made.quiet()
