@@ -232,8 +232,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._fail_now(leg, error)
 
     def _run(self, leg: Leg, request: common_pb2.WorkRequest) -> None:
-        mode = Mode.LOCAL if leg.local else Mode.REMOTE
-        work = engine_request(self._worker, request, LEG, mode, leg.deadline)
+        work = engine_request(self._worker, request, LEG, Mode.LOCAL if leg.local else Mode.REMOTE, leg.deadline)
         leg.token_count = len(work.tokens)
         early = self._early.pop(leg.key)
         if early is not None:
@@ -275,8 +274,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._drop(key)
 
     def _drop(self, key: LegKey) -> None:
-        error = Cancelled("cancelled by the router")
-        self._over.put(key, error)
+        self._over.put(key, error := Cancelled("cancelled by the router"))
         self._early.pop(key)
         leg = self._legs.get(key)
         if leg is not None:

@@ -2,7 +2,7 @@
 
 Values under the names in SENSITIVE become a short description (their kind and length) wherever they stand in an
 entry, nested ones too, unless prompts are switched on, which keys and secrets never are. Tracebacks have no local
-variables, since those hold prompts.
+variables, since those hold prompts. A line that cannot be written costs nobody their request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import orjson
 import structlog
@@ -45,9 +45,32 @@ def setup(config: Config, *, stream: TextIO | None = None, **bound: Any) -> None
             *_renderers(out),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level]),
-        logger_factory=structlog.WriteLoggerFactory(out),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Sink(out))),
         cache_logger_on_first_use=False,
     )
+
+
+class _Sink:
+    """Where lines go. One that cannot be written (the disk is full, the reader is gone) is lost: what a process does
+    must not depend on whether it can be told."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._lost = 0
+
+    def write(self, line: str) -> None:
+        try:
+            if self._lost:
+                self._out.write(f'{{"event": "log_lines_lost", "lines": {self._lost}}}\n')
+                self._out.flush()
+                self._lost = 0
+            self._out.write(line)
+            self._out.flush()
+        except OSError:
+            self._lost += 1
+
+    def flush(self) -> None:
+        """Each line was flushed as it was written."""
 
 
 class Redact:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import urllib.request
@@ -46,6 +47,35 @@ def test_content_and_secrets_are_described_not_repeated(name: str) -> None:
     assert SECRET not in json.dumps(entry(**values(name, SECRET)))
     assert SECRET not in json.dumps(entry(request={"deep": [{name.upper(): SECRET}]}))
     assert SECRET not in json.dumps(entry(**values(name, [SECRET])))
+
+
+class FullDisk(io.StringIO):
+    full = True
+    at_flush = False
+
+    def write(self, text: str) -> int:
+        if self.full and not self.at_flush:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+
+@pytest.mark.parametrize("at_flush", [False, True])
+def test_a_line_that_cannot_be_written_is_lost_and_nobody_fails_over_it(*, at_flush: bool) -> None:
+    out = FullDisk()
+    out.at_flush = at_flush
+    logs.setup(Config(), stream=out)
+    log = structlog.get_logger("t")
+    log.warning("first")
+    log.error("second")
+    out.full = False
+    log.warning("third")
+    said = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert said[-1]["event"] == "third"
+    assert {"event": "log_lines_lost", "lines": 2} in said
 
 
 def test_counts_of_tokens_are_not_content() -> None:
