@@ -41,10 +41,14 @@ from runtime.modelfiles import ModelFiles
 def load_runner(config: Config, files: ModelFiles, progress: Callable[[float], None]) -> Runner:
     """Read the weights (on a thread of the caller's choice). progress gets the fraction done. torch is imported here
     and only for a model that needs it."""
-    if files.kind == "oracle":
+    if config.sim:
+        from pdserve.sim import make_runner
+
+        runner: Runner = make_runner(config, files)
+    elif files.kind == "oracle":
         from engine.models.oracle import OracleRunner
 
-        runner: Runner = OracleRunner()
+        runner = OracleRunner()
     else:
         from engine import runner as torch_runner
 
@@ -53,6 +57,10 @@ def load_runner(config: Config, files: ModelFiles, progress: Callable[[float], N
 
 
 def make_transport(config: Config, incarnation: Incarnation) -> Transport:
+    if config.sim:
+        from pdserve import sim
+
+        return sim.make_transport(config, incarnation)
     if config.transport == "inprocess":
         from kvtransfer.inprocess import InProcessTransport
 

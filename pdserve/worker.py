@@ -61,6 +61,10 @@ async def serve(config: Config, stopping: asyncio.Event | None = None) -> int:
     if stopping is None:
         with lifecycle.signals() as stopping:
             return await serve(config, stopping)
+    if config.sim:
+        from pdserve import sim
+
+        return await sim.serve(config, stopping)
     identity = Identity.make(config)
     logs.setup(config, worker=identity.worker_id)
     faults.arm_from_environment()

@@ -90,6 +90,10 @@ class Config(BaseSettings):
         True, description="with a host tier: running requests go down under pressure instead of being computed again"
     )
 
+    # simulated workers: the real protocol, cache and leases around a timing model
+    sim: str = Field("", description="a timing profile: a YAML file or a shipped name (sim-h100-8b, sim-hybrid-48b)")
+    sim_count: int = Field(1, ge=1, le=1024, description="simulated workers in one process")
+
     # hand-off
     lease_s: float = Field(10.0, gt=0, description="how long computed pages wait for their reader")
     lease_margin_s: float = Field(1.0, gt=0, description="a reader gives up so long before its lease ends")

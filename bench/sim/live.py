@@ -237,7 +237,7 @@ class SimTransport:
             rate = terms.bandwidth_Bps / crowd / nics.profile.model.kv_bytes_per_token
             seconds = (terms.setup_s + size / rate) * self._reader.next()
             left = flight.deadline - started
-            await asyncio.sleep(min(seconds, max(left, 0.0)))
+            await _until(started + min(seconds, left))
             if seconds > left:
                 raise DeadlineExceeded("the read did not finish in time")
         finally:
@@ -252,3 +252,11 @@ class SimTransport:
         elif task.cancelled() or error is not None:
             flight.fail(TransferFailed("the peer was disconnected"))
         flight.settle()
+
+
+async def _until(end: float) -> None:
+    """Sleep to `end` of time.monotonic. uvloop rounds to milliseconds, down too; here it is rounded up."""
+    left = end - time.monotonic()
+    await asyncio.sleep(left)
+    if time.monotonic() < end:
+        await asyncio.sleep(0.001)

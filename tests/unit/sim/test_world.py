@@ -20,7 +20,7 @@ from router.speeds import Speeds
 SHIPPED = {name: yaml.safe_load(find(name).read_text()) for name in ("sim-h100-8b", "sim-hybrid-48b")}
 
 
-def profile(name: str = "sim-h100-8b", **changes: dict[str, Any]) -> Profile:
+def profile(name: str = "sim-h100-8b", **changes: Any) -> Profile:
     content = copy.deepcopy(SHIPPED[name])
     for section, values in changes.items():
         content[section].update(values)
