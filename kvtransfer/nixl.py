@@ -14,6 +14,7 @@ What was measured and is worked around here (each line was a crash, a hang or a 
 
 Over shared memory (CMA) a post copies before it returns, without the GIL; over TCP and RDMA completion is found by
 polling, there is nothing to wait on. The thread polls only while transfers are in flight, and sleeps in its queue else.
+Reads that wait at the same moment are posted in batches (batches.py).
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from kvtransfer.batches import Batch, batches
 from kvtransfer.mapping import Moves
 from kvtransfer.transport import Agent, Flight, Incarnation, ReadStats
 from kvtransfer.types import Region
@@ -41,7 +44,7 @@ log = logging.getLogger(__name__)
 POLL_FIRST_S = 50e-6
 POLL_LAST_S = 1e-3
 REPORT_S = 1e-3
-"""Results are handed over in batches, but none waits longer than this behind other posts."""
+"""Results are handed over together, but none waits longer than this behind other posts."""
 CLOSE_S = 2.0
 
 Result = Callable[[], None]
@@ -73,11 +76,12 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    flight: Flight
+    """waiting: flights whose callers have no answer yet; to those past their deadline only the destination is owed."""
+
+    batch: Batch
     peer: _Peer
     handle: Any
-    posted_at: float
-    reported: bool = False  # the caller has its answer (deadline): only the destination is still owed
+    waiting: list[Flight]
 
 
 class NixlTransport:
@@ -107,7 +111,7 @@ class NixlTransport:
 
     def read(self, agent_name: str, moves: Moves, deadline: float) -> Flight:
         flight = Flight(agent_name, moves, deadline)
-        if not self._owner.submit(lambda: self._owner.post(flight)):
+        if not self._owner.submit(flight):
             flight.fail(TransferFailed("the transport is closed"))
             flight.settle()
             return flight
@@ -143,6 +147,10 @@ class NixlTransport:
             self._loop.call_soon_threadsafe(_run_all, results)
 
 
+def _nothing() -> None:
+    """The command when there is none."""
+
+
 def _run_all(results: list[Result]) -> None:
     for result in results:
         result()
@@ -170,7 +178,7 @@ class _Owner:
     deliver: Callable[[list[Result]], None]
     thread: threading.Thread = field(init=False)
     dead: bool = False
-    _commands: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    _commands: queue.SimpleQueue[Flight | Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _accepting: bool = True
     _agent: Any = None
@@ -186,8 +194,8 @@ class _Owner:
 
     # --- from other threads -----------------------------------------------------------------------------------
 
-    def submit(self, command: Callable[[], None]) -> bool:
-        """Queue a command, unless the transport is closing: then False, and it will not run."""
+    def submit(self, command: Flight | Callable[[], None]) -> bool:
+        """Queue a read or a command, unless the transport is closing: then False, and it will not run."""
         with self._lock:
             if self._accepting and not self.dead:
                 self._commands.put(command)
@@ -219,16 +227,25 @@ class _Owner:
         return running
 
     def _commands_once(self) -> bool:
+        """What is queued, in order, reads that follow each other together. False when told to stop."""
+        reads: list[Flight] = []
         try:
             command = self._commands.get(timeout=self._wait_s if self._active else None)
-            while command is not None:
-                command()
-                if self._results and time.monotonic() - self._reported_at > REPORT_S:
-                    self._report()
+            while isinstance(command, Flight):
+                reads.append(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
-            return True
-        return False
+            command = _nothing
+        self._post_all(reads)
+        if command is not None:
+            command()
+        return command is not None
+
+    def _post_all(self, reads: list[Flight]) -> None:
+        for batch in batches([flight for flight in reads if self._wanted(flight)]):
+            self._post(batch)
+            if time.monotonic() - self._reported_at > REPORT_S:
+                self._report()
 
     def _report(self) -> None:
         if self._results:
@@ -266,26 +283,36 @@ class _Owner:
             peer.leaving = True
             self._tidy(peer)
 
-    def post(self, flight: Flight) -> None:
-        """Start a read. Whatever goes wrong is the flight's, and the peer is set up anew at its next use."""
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _wanted(self, flight: Flight) -> bool:
         if flight.result.done():
             self._end(flight, TransferFailed("the read was abandoned"))
-            return
+            return False
         peer = self._peers.get(flight.peer)
         if peer is None or peer.leaving:
             self._end(flight, TransferFailed("no such peer is connected"))
-            return
+            return False
+        return True
+
+    def _post(self, batch: Batch) -> None:
+        """Start reads. Whatever goes wrong is the flights', and the peer is set up anew at its next use."""
+        peer = self._peers.get(batch.flights[0].peer)
         handle = None
-        posted_at = time.monotonic()
         try:
+            if peer is None:
+                raise TransferFailed("the peer was disconnected")
             self._add(peer)
-            handle = self._initialize(flight)
-            posted_at = time.monotonic()
+            handle = self._initialize(batch)
             state = self._agent.transfer(handle)
-        except Exception as error:  # noqa: BLE001  any NIXL error: this read fails, the others go on
-            self._broken(flight, handle, peer, error)
+        except Exception as error:  # noqa: BLE001  any NIXL error: these reads fail, the others go on
+            if handle is None and len(batch.flights) > 1:  # nothing has moved: find out whose fault it is
+                for flight in batch.flights:
+                    self._post(*batches([flight]))
+            else:
+                self._broken(batch, handle, peer, error)
             return
-        entry = _InFlight(flight, peer, handle, posted_at)
+        entry = _InFlight(batch, peer, handle, list(batch.flights))
         if state == "PROC":
             self._active.append(entry)
             peer.active += 1
@@ -293,15 +320,13 @@ class _Owner:
         elif state == "DONE":
             self._succeed(entry)
         else:
-            self._broken(flight, handle, peer, TransferFailed("the post failed"))
+            self._broken(batch, handle, peer, TransferFailed("the post failed"))
 
-    # --- inside -----------------------------------------------------------------------------------------------
-
-    def _initialize(self, flight: Flight) -> Any:
-        moves = flight.moves
-        local = self._agent.get_xfer_descs(moves.local, moves.local_memory)
-        remote = self._agent.get_xfer_descs(moves.remote, moves.remote_memory)
-        return self._agent.initialize_xfer("READ", local, remote, flight.peer)
+    def _initialize(self, batch: Batch) -> Any:
+        moves = batch.flights[0].moves
+        local = self._agent.get_xfer_descs(batch.local, moves.local_memory)
+        remote = self._agent.get_xfer_descs(batch.remote, moves.remote_memory)
+        return self._agent.initialize_xfer("READ", local, remote, batch.flights[0].peer)
 
     def _poll(self) -> None:
         if not self._active:
@@ -317,7 +342,7 @@ class _Owner:
         try:
             state = self._agent.check_xfer_state(entry.handle)
         except Exception as error:  # noqa: BLE001  a lost peer raises instead of answering "ERR"
-            self._broken(entry.flight, entry.handle, entry.peer, error)
+            self._broken(entry.batch, entry.handle, entry.peer, error)
             return False
         if state == "PROC":
             self._watch_deadline(entry)
@@ -325,30 +350,35 @@ class _Owner:
         if state == "DONE":
             self._succeed(entry)
         else:
-            self._broken(entry.flight, entry.handle, entry.peer, TransferFailed("the read failed"))
+            self._broken(entry.batch, entry.handle, entry.peer, TransferFailed("the read failed"))
         return False
 
     def _watch_deadline(self, entry: _InFlight) -> None:
-        if not entry.reported and time.monotonic() >= entry.flight.deadline:
-            entry.reported = True
-            flight = entry.flight
-            self._results.append(lambda: flight.fail(DeadlineExceeded("the read did not finish in time")))
+        now = time.monotonic()
+        for flight in [f for f in entry.waiting if now >= f.deadline]:
+            entry.waiting.remove(flight)
+            self._results.append(partial(flight.fail, DeadlineExceeded("the read did not finish in time")))
 
     def _succeed(self, entry: _InFlight) -> None:
-        counted = self._agent.get_xfer_telemetry(entry.handle)
-        stats = ReadStats(int(counted.totalBytes), int(counted.descCount), counted.xferDuration / 1e6)
+        counted, batch = self._agent.get_xfer_telemetry(entry.handle), entry.batch
+        if len(batch.flights) > 1 and counted.totalBytes != batch.nbytes:
+            error = TransferFailed(f"{counted.totalBytes} of {batch.nbytes} bytes arrived")
+            self._broken(batch, entry.handle, entry.peer, error)
+            return
         entry.handle.release()
-        flight = entry.flight
-        self._results.append(lambda: flight.succeed(stats))
+        total = ReadStats(counted.totalBytes, counted.descCount, counted.xferDuration / 1e6)
+        self._results.append(partial(batch.succeed, total))
 
-    def _broken(self, flight: Flight, handle: Any, peer: _Peer, error: Exception) -> None:
+    def _broken(self, batch: Batch, handle: Any, peer: _Peer | None, error: Exception) -> None:
         """The handle has ended (or never began): release it, and have the peer set up anew."""
-        log.warning("a NIXL read failed", extra={"peer": flight.peer, "error": type(error).__name__})
+        log.warning("NIXL reads failed", extra={"peer": batch.flights[0].peer, "error": type(error).__name__})
         if handle is not None:
             handle.release()
-        peer.broken = True
-        self._tidy(peer)
-        self._end(flight, TransferFailed(f"the read failed: {type(error).__name__}"))
+        if peer is not None:
+            peer.broken = True
+            self._tidy(peer)
+        for flight in batch.flights:
+            self._end(flight, TransferFailed(f"the read failed: {type(error).__name__}"))
 
     def _end(self, flight: Flight, error: Exception) -> None:
         def result() -> None:
@@ -410,9 +440,8 @@ class _Owner:
             for table in self._registered:
                 self._agent.deregister_memory(table)
             self._agent = None
-        for entry in self._active:
-            flight = entry.flight
-            self._results.append(lambda f=flight: f.fail(TransferFailed("the transport was closed")))  # type: ignore[misc]
+        for flight in [f for entry in self._active for f in entry.batch.flights]:
+            self._results.append(partial(flight.fail, TransferFailed("the transport was closed")))
 
 
 def make_agent(api: Any, bindings: Any, name: str, progress_us: int) -> Any:

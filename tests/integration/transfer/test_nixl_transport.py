@@ -122,6 +122,29 @@ async def test_a_range_outside_the_sources_memory_fails_alone(start: Start) -> N
     assert reader.memory[-1] == 9
 
 
+async def test_of_reads_that_waited_together_each_ends_as_it_would_have_alone(start: Start) -> None:
+    reader, source = await start("d"), await start("p", fill=7)
+    await reader.transport.connect(source.incarnation, source.agent)
+    await reader.transport.read(
+        source.agent.name, reader.moves(source, 64, 1024), soon()
+    ).result  # wired: no wait below
+    held = threading.Event()
+    reader.transport._owner.submit(held.wait)
+    tables = [reader.moves(source, 64, offset) for offset in (0, 64, 128, 192)]
+    tables[1].remote[0, 0] += SIZE
+    flights = [reader.transport.read(source.agent.name, table, soon()) for table in tables]
+    flights[2].result.cancel()
+    await asyncio.sleep(0)
+    held.set()
+    results = await asyncio.gather(*(f.result for f in flights), return_exceptions=True)
+    assert [r.nbytes for r in (results[0], results[3]) if not isinstance(r, BaseException)] == [64, 64]
+    assert isinstance(results[1], TransferFailed)
+    assert isinstance(results[2], asyncio.CancelledError)
+    for flight in flights:
+        await flight.quiet
+    assert [int(x) for x in reader.memory[:256:64]] == [7, 0, 0, 7]
+
+
 async def test_a_disconnected_peer_is_not_read_from_until_it_is_connected_again(start: Start) -> None:
     reader, source = await start("d"), await start("p", fill=7)
     await reader.transport.connect(source.incarnation, source.agent)

@@ -95,6 +95,7 @@ async def ended(source: Worker, state: State, request: str = "r") -> None:
 
 
 async def test_ranges_are_read_while_later_ones_are_computed(pair: tuple[Worker, Worker]) -> None:
+    """Public report T066 (sgl-project/sglang#33970)."""
     source, reader = pair
     source.fill(7, PAGES)
     source.fill(7, [1], paged=False)
@@ -145,6 +146,7 @@ async def test_prompts_around_the_page_size_move_whole_pages(pair: tuple[Worker,
 
 @pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 2), (2, 1), (4, 2), (2, 4), (4, 8), (8, 4)])
 async def test_workers_of_different_tensor_parallel_sizes_share_units_out(make: Make, tp_p: int, tp_d: int) -> None:
+    """Public report T106 (vllm-project/vllm#43523; vllm-project/vllm#50765)."""
     components = (KV, STATE, LATENT)
     source = await make("p", shape=layout(tp_p, components=components))
     reader = await make("d", shape=layout(tp_d, components=components))
@@ -260,6 +262,7 @@ async def test_an_index_outside_the_region_table_is_never_turned_into_an_address
 
 
 async def test_a_source_of_another_length_than_expected_is_refused(pair: tuple[Worker, Worker]) -> None:
+    """Public report T053 (sgl-project/sglang#30233; sgl-project/sglang#34208)."""
     source, reader = pair
     ticket = computed(source)
     with pytest.raises(TransferFailed):
@@ -308,7 +311,7 @@ async def test_a_short_or_refused_read_fails_the_pull_and_the_next_one_succeeds(
     dest = reader.destination(MINE, TOKENS)
     with pytest.raises(TransferFailed):
         await pull(reader, source, ticket, dest)
-    assert hold_of(dest).releases == 1
+    await until(lambda: hold_of(dest).releases == 1)  # another read of this pull may still have been in flight
     wire(reader).faults = Faults()
     await pull(reader, source, ticket, reader.destination(MINE, TOKENS), fence=2)
     assert reader.wrong(7, PAGES, MINE) == []
@@ -332,6 +335,7 @@ async def test_a_read_that_never_ends_fails_in_time_and_its_pages_stay_in_quaran
 
 
 async def test_a_cancelled_reads_destination_is_released_only_after_the_late_write(pair: tuple[Worker, Worker]) -> None:
+    """Public report T115 (sgl-project/sglang#35049; sgl-project/sglang#32564); T159 (vllm-project/vllm#46283)."""
     source, reader = pair
     gate = asyncio.Event()
     wire(reader).faults = Faults(gate=gate)
@@ -421,6 +425,7 @@ async def test_a_release_by_the_router_ends_the_pull(pair: tuple[Worker, Worker]
 
 
 async def test_a_prompt_that_fails_ends_the_pull_with_its_reason(pair: tuple[Worker, Worker]) -> None:
+    """Public report T048 (vllm-project/vllm#50754)."""
     source, reader = pair
     ticket = source.open("r", PAGES, TOKENS)
     running = asyncio.create_task(pull(reader, source, ticket, reader.destination(MINE, TOKENS)))
@@ -459,6 +464,7 @@ async def test_a_release_that_is_lost_leaves_the_pages_to_the_lease(make: Make) 
 
 
 async def test_a_source_restarted_at_its_address_is_met_in_its_new_epoch(make: Make) -> None:
+    """Public report T160 (vllm-project/vllm#49238)."""
     old = await make("p", epoch=1)
     reader = await make("d")
     stale = computed(old)
