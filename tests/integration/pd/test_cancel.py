@@ -70,6 +70,7 @@ async def test_while_it_is_submitted(router: Router) -> None:
 
 
 async def test_in_prefill(router: Router) -> None:
+    """Public report T034 (ai-dynamo/dynamo#13691)."""
     work = request(LONG)
     await router.submit_both(work)
     await router.forward(work)
@@ -124,6 +125,7 @@ async def test_before_the_submit_arrives(router: Router) -> None:
 
 
 async def test_fifty_times_after_prefill_and_before_decode_has_heard_of_it(router: Router) -> None:
+    """Public report T093 (ai-dynamo/dynamo#13855; llm-d/llm-d#1138)."""
     for index in range(50):
         work = request([index, *SHORT[:31]])
         await router.p.send(submit=work)

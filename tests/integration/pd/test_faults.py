@@ -124,6 +124,7 @@ async def test_a_decode_worker_lost_before_it_confirmed_leaves_the_ticket_good_f
 
 
 async def test_a_worker_restarted_at_its_address_is_known_as_another_incarnation(start: Start) -> None:
+    """Public report T160 (vllm-project/vllm#49238)."""
     p, d = await at_once(start("prefill", worker_id="p-1"), start("decode", worker_id="d-1"))
     router = await Router(p, d).open()
     expected = (await router.disaggregated(request(SHORT))).tokens
@@ -317,6 +318,7 @@ async def test_a_decode_worker_told_to_end_finishes_what_runs_and_takes_nothing_
 
 
 async def test_a_prefill_worker_told_to_end_waits_until_its_hand_off_is_read(start: Start) -> None:
+    """Public report T050 (vllm-project/vllm#36666; vllm-project/vllm#36964)."""
     p, d = await at_once(start("prefill", lease_s=20), start("decode"))
     router = await Router(p, d).open()
     work = request(SHORT)
@@ -441,6 +443,7 @@ async def test_a_kv_source_that_is_shut_down_says_so_to_its_readers(start: Start
 
 @pytest.mark.slow
 async def test_an_engine_that_stands_still_is_not_alive_and_its_process_is_replaced(start: Start) -> None:
+    """Public report T065 (vllm-project/vllm#39863; vllm-project/vllm#36960); T097 (ray-project/ray#61263)."""
     (d,) = await at_once(start("decode", {"PDSERVE_FAULTS": "engine.step=delay:300"}))
     link = Link(d, "decode", "r")
     await link.open()

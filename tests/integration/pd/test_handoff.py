@@ -119,6 +119,7 @@ async def test_every_prompt_token_is_counted_once_by_where_its_kv_came_from(rout
 
 @pytest.mark.parametrize("cached", [0, 16, 32])
 async def test_a_prompt_of_whole_pages_is_paired_by_position_whatever_is_cached(router: Router, cached: int) -> None:
+    """Public report T096 (vllm-project/vllm#50558)."""
     tokens = prompt(32, 2000 + cached)
     if cached:
         await router.local(request(tokens[:cached]))
@@ -127,6 +128,7 @@ async def test_a_prompt_of_whole_pages_is_paired_by_position_whatever_is_cached(
 
 
 async def test_the_same_prompt_a_hundred_times_frees_the_source_every_time(router: Router) -> None:
+    """Public report T028 (vllm-project/vllm#18591; vllm-project/vllm#18632)."""
     tokens = prompt(64, 3)
     seen = set()
     for index in range(100):
@@ -149,6 +151,7 @@ async def test_the_prompt_is_really_moved_and_not_recomputed(router: Router) -> 
 
 
 async def test_four_choices_share_one_prefill_and_one_hand_off(router: Router) -> None:
+    """Public report T138 (vllm-project/vllm#43509)."""
     tokens = prompt(40, 11)
     options = {"n": 4, "seed": 1, "temperature": 0.8, "max_tokens": 30}
     moved = await router.disaggregated(request(tokens, **options))
@@ -327,6 +330,7 @@ async def _refused(worker: WorkerProcess, ticket: kvsource_pb2.SignedTicket, fir
 
 
 async def test_a_forged_ticket_a_released_one_and_one_out_of_range_are_refused(router: Router) -> None:
+    """Public report T052 (llm-d/llm-d-router#242; llm-d/llm-d-router#979)."""
     p = router.p.worker
     work = request(prompt(20, 43))
     await router.p.send(submit=work)

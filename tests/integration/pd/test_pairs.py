@@ -22,6 +22,7 @@ SHORT = [(i * 13) % 250 for i in range(100)]
 
 
 async def test_workers_of_different_layout_are_refused_as_a_pair_with_both_values(start: Start) -> None:
+    """Public report T133 (vllm-project/vllm#42895)."""
     p, d = await asyncio.gather(start("prefill", chunk_tokens=256), start("decode"))
     router = await Router(p, d).open()
     work = request(SHORT)
@@ -52,6 +53,7 @@ async def test_with_certificates_everything_between_workers_is_mutual_tls(start:
 
 
 async def test_two_requests_that_share_damaged_pages_are_both_right(start: Start) -> None:
+    """Public report T016 (vllm-project/vllm#49250)."""
     p, d = await asyncio.gather(start("prefill"), start("decode", {"PDSERVE_FAULTS": "kv.bytes=corrupt*2"}))
     router = await Router(p, d).open()
     same = SHORT[:64]
@@ -64,6 +66,7 @@ async def test_two_requests_that_share_damaged_pages_are_both_right(start: Start
 
 
 async def test_a_source_that_dies_after_its_reader_gave_up_leaves_no_page_in_quarantine(start: Start) -> None:
+    """Public report T159 (vllm-project/vllm#46283)."""
     p, d = await asyncio.gather(start("prefill"), start("decode", {"PDSERVE_FAULTS": "kv.read=delay:0.3"}))
     router = await Router(p, d).open()
     works = [request([index, *SHORT]) for index in range(6)]
@@ -80,6 +83,7 @@ async def test_a_source_that_dies_after_its_reader_gave_up_leaves_no_page_in_qua
 
 
 async def test_one_failed_read_of_eight_costs_one_request(start: Start) -> None:
+    """Public report T140 (llm-d/llm-d#191; vllm-project/vllm#41863)."""
     p, d = await asyncio.gather(start("prefill"), start("decode", {"PDSERVE_FAULTS": "kv.read=fail:transfer_failed*1"}))
     router = await Router(p, d).open()
     prompts = [[index, *SHORT] for index in range(8)]

@@ -48,6 +48,7 @@ async def _one(router: Router, chance: random.Random) -> str:
 
 
 async def test_three_hundred_requests_leave_no_page_no_lease_and_no_entry_behind() -> None:
+    """Public report T141 (NVIDIA/TensorRT-LLM#12313)."""
     p = await LocalWorker("prefill", config("oracle", reattach_s=0.2)).start()
     d = await LocalWorker("decode", config("oracle", reattach_s=0.2)).start()
     router = await Router(p, d).open()

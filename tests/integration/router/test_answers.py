@@ -37,6 +37,7 @@ async def test_an_answer_is_the_first_token_of_prefill_and_the_rest_of_decode(pa
 
 
 async def test_both_workers_are_told_the_same_request(pair: Site) -> None:
+    """Public report T163 (llm-d/llm-d-router#411)."""
     await pair.complete(seed=7, temperature=0.5, stop_token_ids=[9])
 
     prefill, decode = pair.worker("prefill").submitted[0], pair.worker("decode").submitted[0]
@@ -73,6 +74,7 @@ async def test_a_chat_stream_begins_with_the_role(pair: Site) -> None:
     [(None, False), ({}, False), ({"include_usage": False}, False), ({"include_usage": True}, True)],
 )
 async def test_usage_is_streamed_when_asked_for_and_only_then(pair: Site, options: object, wanted: bool) -> None:
+    """Public report T148 (vllm-project/vllm#36379; BerriAI/litellm#25410)."""
     body = {"prompt": "hello", "max_tokens": 2, "stream": True, "stream_options": options}
 
     chunks = [json.loads(event) for event in (await pair.events("/v1/completions", body))[:-1]]
@@ -83,6 +85,7 @@ async def test_usage_is_streamed_when_asked_for_and_only_then(pair: Site, option
 
 
 async def test_prompts_times_n_give_every_choice_once_in_order(pair: Site) -> None:
+    """Public report T059 (openai/openai-python#90; ai-dynamo/dynamo#3953); T010 (vllm-project/vllm#50559)."""
     status, body = await pair.complete(prompt=["x", "yy"], n=2)
 
     assert status == 200
@@ -154,6 +157,8 @@ async def test_repeated_tokens_are_dropped_and_a_gap_ends_the_request(pair: Site
 
 
 async def test_a_stop_string_ends_the_answer_and_the_work(pair: Site) -> None:
+    """Public report T018 (vllm-project/vllm#57052)."""
+
     async def endless(leg: Leg) -> None:
         for sequence, token in enumerate(b"bcd and on and on", start=1):
             leg.tokens(sequence, token)
@@ -191,6 +196,8 @@ async def test_the_token_that_ended_the_answer_is_counted_and_not_shown(pair: Si
 
 
 async def test_cached_tokens_are_those_of_the_worker_that_ran_the_prompt(pair: Site) -> None:
+    """Public report T128 (vllm-project/vllm#47136; llm-d/llm-d-router#1012)."""
+
     async def cached(leg: Leg) -> None:
         leg.ticket_issued()
         leg.first(ord("a"), cached=4)
@@ -214,6 +221,7 @@ async def test_max_tokens_is_clamped_to_the_contexts_room(pair: Site) -> None:
 
 
 async def test_max_completion_tokens_wins_over_max_tokens(pair: Site) -> None:
+    """Public report T163 (llm-d/llm-d-router#411)."""
     body = {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 5, "max_tokens": 9}
 
     _, answer, _ = await pair.post("/v1/chat/completions", body)
@@ -222,6 +230,7 @@ async def test_max_completion_tokens_wins_over_max_tokens(pair: Site) -> None:
 
 
 async def test_log_probabilities_have_one_entry_per_token(pair: Site) -> None:
+    """Public report T131 (sgl-project/sglang#26299; NVIDIA/TensorRT-LLM#11727); T054 (vllm-project/vllm#4795)."""
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
     _, chat, _ = await pair.post("/v1/chat/completions", body)
     entries = chat["choices"][0]["logprobs"]["content"]
@@ -245,6 +254,7 @@ async def test_log_probabilities_have_one_entry_per_token(pair: Site) -> None:
 
 
 async def test_echo_without_tokens_needs_no_worker(pair: Site) -> None:
+    """Public report T033 (vllm-project/vllm#6521)."""
     status, body = await pair.complete(prompt="abc", echo=True, max_tokens=0)
 
     assert (status, body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == (200, "abc", "length")
@@ -253,6 +263,7 @@ async def test_echo_without_tokens_needs_no_worker(pair: Site) -> None:
 
 
 async def test_echo_with_log_probabilities_scores_the_prompt(pair: Site) -> None:
+    """Public report T033 (vllm-project/vllm#6521)."""
     from protos.v1 import prefill_pb2
     from tests.integration.router.scripted import scored
 
@@ -274,6 +285,7 @@ async def test_echo_with_log_probabilities_scores_the_prompt(pair: Site) -> None
 
 
 async def test_a_clients_request_id_is_a_label_and_never_the_id(pair: Site) -> None:
+    """Public report T114 (vllm-project/vllm#15041; vllm-project/vllm#10583)."""
     release = asyncio.Event()
 
     async def held(leg: Leg) -> None:

@@ -90,6 +90,7 @@ def _decode(prefill: ScriptedWorker, decode: ScriptedWorker) -> Callable[[], boo
 async def test_a_client_that_leaves_leaves_nothing_behind(
     pair: Site, stage: Callable[[ScriptedWorker, ScriptedWorker], Callable[[], bool]], streamed: bool
 ) -> None:
+    """Public report T093 (ai-dynamo/dynamo#13855; llm-d/llm-d#1138); T157 (vllm-project/router#215)."""
     prefill, decode = pair.worker("prefill"), pair.worker("decode")
     reached = stage(prefill, decode)
     call = asyncio.create_task(pair.post("/v1/completions", BODY | {"stream": streamed, "max_tokens": 50}))
@@ -144,6 +145,7 @@ async def test_a_request_waits_in_line_until_there_is_room(pair: Site) -> None:
 
 
 async def test_waiting_ends_with_503_and_the_line_is_bounded() -> None:
+    """Public report T086 (ray-project/ray#64399)."""
     settings = config(max_queue=1, queue_timeout_s=0.3)
     prefill, decode = ScriptedWorker("prefill"), ScriptedWorker("decode")
     prefill.refuse = common_pb2.ErrorDetail(reason="saturated", retryable=True)
@@ -273,6 +275,7 @@ async def test_a_frozen_prefill_worker_is_found_by_the_first_token_timer() -> No
 
 
 async def test_a_frozen_decode_worker_is_found_by_the_inter_token_timer() -> None:
+    """Public report T065 (vllm-project/vllm#39863; vllm-project/vllm#36960)."""
     prefill, decode = ScriptedWorker("prefill"), ScriptedWorker("decode")
     decode.decode = some_then_silence
     async with site(prefill, decode, settings=config(inter_token_timeout_s=0.2)) as made:
@@ -379,6 +382,8 @@ async def test_a_worker_that_lies_about_a_choice_fails_that_request_alone(pair: 
     ],
 )
 async def test_a_worker_that_does_not_fit_is_refused_with_a_metric(change: dict[str, object], reason: str) -> None:
+    """Public report T129 (NVIDIA/TensorRT-LLM#14882); T133 (vllm-project/vllm#42895);
+    T170 (vllm-project/production-stack#1077)."""
     stranger = ScriptedWorker("both")
     for name, value in change.items():
         if name == "layout":
@@ -395,6 +400,7 @@ async def test_a_worker_that_does_not_fit_is_refused_with_a_metric(change: dict[
 
 
 async def test_workers_of_different_layouts_are_never_paired() -> None:
+    """Public report T133 (vllm-project/vllm#42895)."""
     prefill, decode = ScriptedWorker("prefill"), ScriptedWorker("decode")
     decode.described.layout.CopyFrom(layout(chunk_tokens=256))
     async with site(prefill, decode) as made:
@@ -405,6 +411,7 @@ async def test_workers_of_different_layouts_are_never_paired() -> None:
 
 
 async def test_a_worker_that_is_not_ready_or_draining_gets_nothing_new_and_finishes_what_it_has(pair: Site) -> None:
+    """Public report T024 (vllm-project/production-stack#1008; vllm-project/router#279)."""
     decode = pair.worker("decode")
     finish = asyncio.Event()
 
@@ -459,6 +466,7 @@ async def test_a_slow_reader_is_cut_off_and_others_go_on(pair: Site) -> None:
 
 
 async def test_a_silent_stream_is_kept_alive_by_comments() -> None:
+    """Public report T092 (vllm-project/vllm#47647; BerriAI/litellm#34819)."""
     prefill, decode = ScriptedWorker("prefill"), ScriptedWorker("decode")
     go_on = asyncio.Event()
 
@@ -505,6 +513,7 @@ async def test_a_router_that_stops_finishes_what_runs_and_takes_nothing_new(pair
 
 
 async def test_a_worker_that_misses_its_renewals_keeps_what_it_runs_and_comes_back_as_itself(pair: Site) -> None:
+    """Public report T055 (vllm-project/router#197)."""
     decode = pair.worker("decode")
     finish = asyncio.Event()
 

@@ -100,6 +100,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 async def test_bad_input_is_invalid_argument_with_its_field(
     pair: Site, stub: Any, fields: dict[str, Any], field: str
 ) -> None:
+    """Public report T120 (ray-project/ray#58851)."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await events(stub, **fields)
 
@@ -110,6 +111,7 @@ async def test_bad_input_is_invalid_argument_with_its_field(
 
 
 async def test_statuses_follow_the_table(pair: Site, stub: Any) -> None:
+    """Public report T120 (ray-project/ray#58851)."""
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
         await events(stub, prompt="x", model="other")
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
@@ -132,6 +134,7 @@ async def silent(leg: Leg) -> None:
 
 
 async def test_a_deadline_reaches_the_workers_and_ends_the_work(pair: Site, stub: Any) -> None:
+    """Public report T143 (ray-project/ray#40761; ray-project/ray#38925)."""
     decode = pair.worker("decode")
     decode.decode = silent
 
@@ -145,6 +148,7 @@ async def test_a_deadline_reaches_the_workers_and_ends_the_work(pair: Site, stub
 
 
 async def test_a_cancelled_call_is_cancelled_at_both_workers(pair: Site, stub: Any) -> None:
+    """Public report T143 (ray-project/ray#40761; ray-project/ray#38925)."""
     decode = pair.worker("decode")
     decode.decode = silent
     call = stub.Generate(inference_pb2.GenerateRequest(prompt="hello", max_tokens=1000))

@@ -58,6 +58,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 async def test_a_bad_request_is_answered_with_its_field_and_no_worker_hears_of_it(
     pair: Site, path: str, body: dict[str, Any], field: str
 ) -> None:
+    """Public report T037 (vllm-project/vllm#7283; vllm-project/vllm#7746); T117 (vllm-project/vllm#49239)."""
     async with pair.http.post(path, json=body) as response:
         text = await response.text()
         answer = json.loads(text)
@@ -73,6 +74,7 @@ async def test_a_bad_request_is_answered_with_its_field_and_no_worker_hears_of_i
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_prompts_at_the_edge_of_the_context(streamed: bool) -> None:
+    """Public report T042 (llm-d/llm-d-inference-sim#596; vllm-project/vllm#765)."""
     settings = config(max_model_len=2048)
     async with site(ScriptedWorker("prefill"), ScriptedWorker("decode"), settings=settings) as made:
         for length, expected in ((2047, 200), (2048, 400), (2049, 400), (50_000, 400), (3_000_000, 400)):
@@ -133,6 +135,7 @@ async def test_other_methods_and_paths_have_the_same_error_body(pair: Site, meth
 
 
 async def test_addresses_and_tickets_of_a_client_are_refused_and_never_dialled(pair: Site) -> None:
+    """Public report T052 (llm-d/llm-d-router#242; llm-d/llm-d-router#979); T074 (BerriAI/litellm#37053)."""
     forged: tuple[dict[str, Any], ...] = (
         {"kv_transfer_params": {"host": "127.0.0.1:6379"}},
         {"api_base": "http://x"},
@@ -163,6 +166,7 @@ async def locked(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 async def test_every_route_but_health_wants_a_key(locked: Site) -> None:
+    """Public report T043 (vllm-project/vllm#58144; vllm-project/vllm#18892)."""
     face = locked.router._face
     routes = {(route.method, route.resource.canonical) for route in face.app().router.routes() if route.resource}
     assert len(routes) > 12
@@ -257,6 +261,7 @@ async def test_metrics_move_to_the_admin_address_where_one_is_given() -> None:
 
 
 async def test_health_answers_while_long_prompts_are_tokenized(pair: Site) -> None:
+    """Public report T031 (vllm-project/production-stack#1016)."""
     big = [asyncio.create_task(pair.post("/tokenize", {"prompt": "word " * 1500})) for _ in range(8)]
 
     slowest = 0.0

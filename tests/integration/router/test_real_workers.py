@@ -76,6 +76,7 @@ async def test_pair_and_aggregated_answers_are_the_same_tokens() -> None:
 
 
 async def test_usage_tells_the_prefix_hit_of_prefill() -> None:
+    """Public report T128 (vllm-project/vllm#47136; llm-d/llm-d-router#1012)."""
     async with real("prefill", "decode") as made:
         cold = await made.complete(prompt=[i % 250 for i in range(367)])
         warm = await made.complete(prompt=[i % 250 for i in range(367)])

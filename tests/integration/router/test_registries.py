@@ -110,6 +110,7 @@ async def test_workers_come_from_redis_and_the_routers_own_registry_is_not_asked
 
 
 async def test_a_redis_that_hangs_costs_no_request(redis: RedisServer) -> None:
+    """Public report T075 (BerriAI/litellm#35273)."""
     settings = config(registry=redis.url)
     async with site(ScriptedWorker("prefill"), ScriptedWorker("decode"), settings=settings) as made:
         usual = statistics.median([await timed(made) for _ in range(20)])
@@ -138,6 +139,7 @@ async def timed(made: Site) -> float:
 
 
 async def test_a_redis_that_restarts_empty_is_filled_again_and_a_new_worker_pairs(redis: RedisServer) -> None:
+    """Public report T147 (kvcache-ai/Mooncake#2246)."""
     settings = config(registry=redis.url)
     old = [ScriptedWorker(role, f"{role}-{number}") for role in ("prefill", "decode") for number in (1, 2)]
     async with site(*old, settings=settings) as made:

@@ -49,6 +49,7 @@ print("ended", flush=True)
 
 
 def test_it_starts_and_ends_without_torch_triton_nixl_or_ray() -> None:
+    """Public report T077 (ai-dynamo/dynamo#661)."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen([sys.executable, "-c", ROUTER], stdout=subprocess.PIPE, env=env, text=True)
     try:

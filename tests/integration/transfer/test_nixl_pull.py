@@ -200,6 +200,7 @@ async def test_a_reader_that_restarts_pulls_from_the_same_source(sources: Source
 
 
 async def test_a_hundred_failed_reads_leave_the_peer_usable(reader: Worker, sources: Sources) -> None:
+    """Public report T112 (ai-dynamo/nixl#149)."""
     source = await sources.start()
     await reader.puller.connect(source.address)
     transport, region = reader.ranks[0].transport, reader.pools[0]["kv"].region

@@ -47,6 +47,7 @@ def test_keys_have_their_golden_values() -> None:
 
 
 def test_keys_are_the_same_in_another_process_with_another_hash_seed() -> None:
+    """Public report T085 (LMCache/LMCache#2136; vllm-project/vllm#51875)."""
     code = "from tests.unit.engine_core.test_hashing import _golden; print(_golden())"
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -79,6 +80,7 @@ def test_only_full_pages_have_keys() -> None:
 
 
 def test_moving_bytes_between_fields_changes_the_root() -> None:
+    """Public report T100 (vllm-project/vllm#44701; sgl-project/sglang#24638)."""
     fields = [
         (b"ab", "", "", "", ""),
         (b"a", "b", "", "", ""),
@@ -97,6 +99,7 @@ def test_moving_bytes_between_fields_changes_the_root() -> None:
 
 
 def test_the_same_salt_hits_and_another_does_not() -> None:
+    """Public report T100 (vllm-project/vllm#44701; sgl-project/sglang#24638); T026 (sgl-project/sglang#24579)."""
     one, same, other = (page_keys(root(s, "m", "r"), TOKENS[:64]) for s in (b"t1", b"t1", b"t2"))
     assert one == same
     assert not set(one) & set(other)

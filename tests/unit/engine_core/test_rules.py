@@ -50,15 +50,18 @@ def test_a_prompt_is_run_in_the_same_chunks_wherever_it_resumes_on_the_grid(star
 
 @pytest.mark.parametrize(("length", "pages"), [(1, 0), (16, 0), (17, 1), (32, 1), (33, 2), (48, 2), (49, 3)])
 def test_at_least_one_token_of_a_fully_cached_prompt_is_left_to_run(length: int, pages: int) -> None:
+    """Public report T142 (ai-dynamo/dynamo#13312)."""
     assert usable_hit(length) == pages
     assert length - 16 * pages >= 1
 
 
 def test_a_stop_before_the_length_limit_wins() -> None:
+    """Public report T070 (sgl-project/sglang#31599)."""
     assert accept([10, 11, STOPPER, 20, 21, 22], 7, 7, SAMPLING, 1000) == ((10, 11, STOPPER), STOP)
 
 
 def test_a_stop_after_the_length_limit_does_not() -> None:
+    """Public report T070 (sgl-project/sglang#31599)."""
     assert accept([10, 11, 12, 13, 14, STOPPER], 7, 7, SAMPLING, 1000) == ((10, 11, 12, 13, 14), LENGTH)
 
 

@@ -378,7 +378,8 @@ def test_an_urgent_request_overtakes_those_that_wait() -> None:
 
 
 def test_admission_takes_the_decode_headroom_with_it() -> None:
-    """Seven pages; A needs 4 and one of headroom, B needs 3 and one: they must not half-admit each other."""
+    """Seven pages; A needs 4 and one of headroom, B needs 3 and one: they must not half-admit each other.
+    Public report T021 (vllm-project/vllm#57104)."""
     p, d = Lab(), Lab(pages=7)
     a = request("a", prompt(60), Mode.REMOTE, max_tokens=20)
     b = request("b", prompt(44, seed=3), Mode.REMOTE, max_tokens=20)
@@ -399,6 +400,7 @@ def test_admission_takes_the_decode_headroom_with_it() -> None:
 
 
 def test_a_finished_load_runs_although_the_head_of_the_queue_is_stuck() -> None:
+    """Public report T123 (vllm-project/vllm#45388)."""
     p, d = Lab(), Lab(pages=12)
     loading = request("b", prompt(100), Mode.REMOTE, max_tokens=10)
     source = p.submit(request("b", prompt(100), Mode.SOURCE, max_tokens=10))
@@ -428,6 +430,7 @@ def test_the_latest_request_gives_way_when_pages_run_out_and_says_the_same() -> 
 
 
 def test_a_preempted_hand_off_is_recomputed_here_and_waits_for_nothing() -> None:
+    """Public report T084 (vllm-project/vllm#53250)."""
     p, d = Lab(), Lab(pages=12, changes={"prefix_cache": False})
     old = d.submit(request("old", prompt(50), max_tokens=90))
     d.turns(2)
@@ -492,7 +495,8 @@ def test_pages_of_a_cancelled_landing_are_nobodys_until_the_landing_is_over() ->
 
 
 def test_two_recomputes_of_one_prompt_share_only_what_is_done() -> None:
-    """The second one may read the first one's pages, but none before it is written and confirmed."""
+    """The second one may read the first one's pages, but none before it is written and confirmed.
+    Public report T016 (vllm-project/vllm#49250)."""
     d = Lab()
     keys = [d.submit(request(name, prompt(100), Mode.REMOTE, max_tokens=10)) for name in "ab"]
     d.run()
@@ -606,7 +610,8 @@ def test_a_deadline_ends_a_request_at_any_stage(mode: Mode, turns: int) -> None:
 @pytest.mark.parametrize("chunk", [2, 4])
 @pytest.mark.parametrize("state", [False, True])
 def test_an_abort_while_a_chunk_is_in_flight_leaves_nothing(chunk: int, state: bool) -> None:
-    """The step's pages are not given back before it lands, and its result counts for nothing."""
+    """The step's pages are not given back before it lands, and its result counts for nothing.
+    Public report T088 (sgl-project/sglang#36926)."""
     lab = Lab(state=state)
     scheduler = lab.engine._scheduler
     events: list[Event] = []

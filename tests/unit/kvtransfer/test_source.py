@@ -188,6 +188,7 @@ def test_nobody_renews_a_lease_of_another_worker_or_of_its_own_earlier_life(worl
 
 
 def test_a_step_of_the_wall_clock_ends_no_lease(world: World) -> None:
+    """Public report T030 (NVIDIA/TensorRT-LLM#8005; etcd-io/etcd#12291)."""
     world.open()
     world.final()
     world.clock.step_wall(-3600)
@@ -260,6 +261,7 @@ def test_a_late_release_of_a_superseded_reader_frees_nothing(world: World) -> No
 
 
 def test_a_late_release_of_an_earlier_attempt_leaves_the_newer_one_alone(world: World) -> None:
+    """Public report T073 (kvcache-ai/Mooncake#3030)."""
     old = world.watch(world.open(key(attempt=1)))
     world.store.release(key(attempt=1))
     world.open(key(attempt=2))

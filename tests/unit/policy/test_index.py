@@ -63,6 +63,7 @@ def test_each_worker_is_found_with_its_own_longest_prefix() -> None:
 
 
 def test_another_salt_is_another_prefix() -> None:
+    """Public report T026 (sgl-project/sglang#24579)."""
     index, tokens = PrefixIndex(), prompt(512)
     index.apply("a", stored(1, keys_of(tokens)))
     other = PromptKeys(root(b"other", "m", "r"), tokens)
@@ -137,6 +138,7 @@ def test_a_checkpoint_off_the_grid_counts_where_the_prefix_ends() -> None:
 
 
 def test_a_gap_in_the_sequence_asks_for_a_snapshot_and_is_healed_by_it() -> None:
+    """Public report T179 (llm-d/llm-d-router#1737)."""
     index, tokens = PrefixIndex(), prompt(512)
     keys = keys_of(tokens)
     assert index.apply("a", stored(1, keys[:8]))
@@ -165,6 +167,7 @@ def test_what_was_heard_already_is_not_taken_twice() -> None:
 
 
 def test_a_new_epoch_forgets_the_old_ones_entries_and_an_old_epoch_is_not_heard() -> None:
+    """Public report T004 (llm-d/llm-d-router#2854)."""
     index, tokens = PrefixIndex(), prompt(256)
     keys = keys_of(tokens)
     index.apply("a", stored(1, keys, epoch=1))
@@ -202,6 +205,7 @@ def test_what_was_sent_is_expected_for_a_while_and_only_when_asked_for() -> None
 
 
 def test_memory_is_bounded_and_what_is_looked_up_stays() -> None:
+    """Public report T080 (llm-d/llm-d-router#2825; llm-d/llm-d-router#1158)."""
     index, hot = PrefixIndex(max_units=200), prompt(512)
     index.apply("a", stored(1, keys_of(hot)))
     for number in range(20):

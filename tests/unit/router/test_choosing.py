@@ -63,6 +63,7 @@ def test_unusable_workers_do_not_exist() -> None:
 
 
 def test_workers_too_small_for_the_request_are_passed_over() -> None:
+    """Public report T053 (sgl-project/sglang#30233; sgl-project/sglang#34208)."""
     p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE)
 
     assert pick(p, d, replace(worker("d2", Role.DECODE), max_model_len=5000), length=1000) == Pair("p", "d")

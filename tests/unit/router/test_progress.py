@@ -36,6 +36,7 @@ def feed(
 
 
 def test_a_run_of_tokens_that_holds_a_stop_ends_there() -> None:
+    """Public report T018 (vllm-project/vllm#57052); T041 (vllm-project/vllm#47616)."""
     state = progress(stop=(" ha",), logprobs=0)
 
     delta, ended = state.accept(

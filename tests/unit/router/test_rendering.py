@@ -42,6 +42,7 @@ def conversations() -> list[list[dict[str, str]]]:
 async def test_chat_ids_are_those_of_hugging_face(
     model: str, messages: list[dict[str, str]], pool: ThreadPoolExecutor
 ) -> None:
+    """Public report T045 (vllm-project/vllm#27515; vllm-project/vllm#2012)."""
     from transformers import PreTrainedTokenizerFast
 
     files = ModelFiles.open(model)
@@ -109,6 +110,7 @@ def with_bos() -> Any:
 
 
 async def test_there_is_exactly_one_bos(pool: ThreadPoolExecutor) -> None:
+    """Public report T045 (vllm-project/vllm#27515; vllm-project/vllm#2012)."""
     files, bos = with_bos()
     codec = Codec(files, LIMITS, pool)
 
@@ -162,6 +164,7 @@ def test_templates_have_what_hugging_face_gives_them() -> None:
 
 
 def test_a_templates_own_refusal_reaches_the_client() -> None:
+    """Public report T111 (sgl-project/sglang#20700)."""
     with pytest.raises(InvalidRequest) as refused:
         render("{{ raise_exception('System role not supported') }}")
 
@@ -191,6 +194,7 @@ def test_a_templates_own_refusal_reaches_the_client() -> None:
     ],
 )
 def test_whatever_a_template_does_is_an_answer_of_ours(source: str) -> None:
+    """Public report T111 (sgl-project/sglang#20700)."""
     with pytest.raises(InvalidRequest) as refused:
         render(source)
 

@@ -91,6 +91,8 @@ def accept_raw(kind: type[Any], raw: bytes) -> Params:
 )
 @pytest.mark.parametrize("kind", [chat, completion])
 def test_what_is_out_of_bounds_is_refused_by_name(kind: Any, field: str, value: Any) -> None:
+    """Public report T121 (vllm-project/vllm#16529; sgl-project/sglang#7670);
+    T058 (vllm-project/vllm#54195); T148 (vllm-project/vllm#36379; BerriAI/litellm#25410)."""
     with pytest.raises(InvalidRequest) as refused:
         kind(**{field: value})
 
@@ -111,6 +113,7 @@ def test_what_exists_elsewhere_and_not_here_is_named_unsupported(field: str) -> 
 
 @pytest.mark.parametrize("raw", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
 def test_numbers_that_are_not_finite_are_not_json(raw: bytes) -> None:
+    """Public report T145 (NVIDIA/TensorRT-LLM#17158; sgl-project/sglang#28153; vllm-project/vllm#45116)."""
     with pytest.raises(InvalidRequest):
         accept_raw(schema.CompletionBody, b'{"prompt":"x","temperature":%b}' % raw)
 
@@ -131,6 +134,8 @@ def test_a_body_that_is_no_json_object_is_the_clients_fault(raw: bytes) -> None:
     ["", [], [""], [[]], [-1], [1000], [2**63], [1.5], [True], [[1], [1000]], ["a", 1], {}, 5, [["a"]], ["x"] * 65],
 )
 def test_empty_and_foreign_prompts_are_refused(prompt: Any) -> None:
+    """Public report T037 (vllm-project/vllm#7283; vllm-project/vllm#7746); T146 (sgl-project/sglang#8383;
+    vllm-project/vllm#51795)."""
     with pytest.raises(InvalidRequest) as refused:
         completion(prompt=prompt)
 
@@ -159,6 +164,7 @@ def test_empty_and_foreign_prompts_are_refused(prompt: Any) -> None:
     ],
 )
 def test_messages_that_cannot_be_honoured_are_refused(messages: Any) -> None:
+    """Public report T117 (vllm-project/vllm#49239)."""
     with pytest.raises(InvalidRequest) as refused:
         chat(messages=messages)
 
@@ -166,6 +172,7 @@ def test_messages_that_cannot_be_honoured_are_refused(messages: Any) -> None:
 
 
 def test_log_probability_bounds_are_those_of_each_api() -> None:
+    """Public report T051 (sgl-project/sglang#31567); T054 (vllm-project/vllm#4795)."""
     assert chat(logprobs=True).logprobs == 0
     assert chat(logprobs=True, top_logprobs=20).logprobs == 20
     assert completion(logprobs=0).logprobs == 0
@@ -232,6 +239,7 @@ def test_every_accepted_field_arrives() -> None:
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
+    """Public report T145 (NVIDIA/TensorRT-LLM#17158; sgl-project/sglang#28153; vllm-project/vllm#45116)."""
     wire = params.sampling(params.clamp(completion(temperature=1e-12), 3, LIMITS), ())
 
     assert wire.temperature == 0.0

@@ -47,6 +47,7 @@ def singly(tokens: Sequence[int]) -> list[list[int]]:
 
 
 def test_characters_split_over_tokens_come_out_whole(byte_level: Tokenizer) -> None:
+    """Public report T122 (ai-dynamo/dynamo#12630)."""
     text = "삼겹살 김치 👩‍👩‍👧 é"
 
     pieces = stream(decoder(byte_level), singly(list(text.encode())))
@@ -73,6 +74,7 @@ class States:
 
 
 def test_a_character_is_never_sent_twice_when_the_decoder_moves_back() -> None:
+    """Public report T005 (sgl-project/sglang#31598)."""
     detokenizer = Detokenizer(States("A 世" + BROKEN, "A 世a" + BROKEN, "A 世ab"))
 
     pieces = [detokenizer.push([0]), detokenizer.push([0]), detokenizer.push([0])]

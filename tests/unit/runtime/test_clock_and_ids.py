@@ -14,6 +14,7 @@ def test_a_fake_clock_moves_only_when_told() -> None:
 
 
 def test_a_step_of_the_wall_clock_does_not_touch_durations() -> None:
+    """Public report T030 (NVIDIA/TensorRT-LLM#8005; etcd-io/etcd#12291)."""
     clock = FakeClock(monotonic=10.0, wall=1000.0)
     clock.step_wall(-3600)
     assert (clock.monotonic(), clock.wall()) == (10.0, -2600.0)

@@ -21,6 +21,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_flag_wins_over_the_environment_which_wins_over_the_file_which_wins_over_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Public report T006 (NVIDIA/TensorRT-LLM#14812; vllm-project/vllm#8947)."""
     file = tmp_path / "pdserve.yaml"
     file.write_text("max_n: 2\nmax_stop: 2\nmax_queue: 2\n")
     monkeypatch.setenv("PDSERVE_MAX_N", "3")

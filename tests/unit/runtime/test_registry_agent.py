@@ -170,6 +170,7 @@ async def test_list_answers_what_the_store_holds() -> None:
 
 
 async def test_a_feed_tells_of_coming_changing_restarting_and_going() -> None:
+    """Public report T168 (vllm-project/production-stack#1091)."""
     clock = FakeClock()
     store = MemoryStore(clock)
     seen = Seen(store, clock)
@@ -200,6 +201,7 @@ async def test_a_feed_in_motion_sees_a_change_without_waiting_for_its_turn() -> 
 async def test_while_redis_is_away_the_view_stays_and_nobody_is_lost_when_it_comes_back_empty(
     own_redis: RedisServer,
 ) -> None:
+    """Public report T147 (kvcache-ai/Mooncake#2246)."""
     config = worker_config(own_redis.url)
     metrics = Metrics()
     store = open_store(config, metrics)

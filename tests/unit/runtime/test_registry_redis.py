@@ -84,6 +84,7 @@ async def test_the_id_of_an_expired_worker_leaves_the_index(store: RedisStore, r
 
 
 async def test_a_full_server_is_an_outage(store: RedisStore, raw: Redis) -> None:
+    """Public report T162 (LMCache/LMCache#779)."""
     before = (await raw.config_get("maxmemory"))["maxmemory"] or "0"
     await raw.config_set("maxmemory", 1)
     try:
@@ -95,6 +96,7 @@ async def test_a_full_server_is_an_outage(store: RedisStore, raw: Redis) -> None
 
 
 async def test_a_standing_server_costs_at_most_its_timeout(own_redis: RedisServer, metrics: Metrics) -> None:
+    """Public report T075 (BerriAI/litellm#35273)."""
     store = RedisStore(own_redis.url, metrics)
     await store.put(GOOD, 60)
     own_redis.pause()
