@@ -30,6 +30,7 @@ from runtime.errors import PdserveError
 
 ROUTER_GRACE_S = 5.0
 RAY_GRACE_S = 3.0
+REFUSED_PAUSE_S = 1.0
 
 
 class Failed(Exception):
@@ -192,9 +193,10 @@ class Launcher:
         code = self._router.poll()
         if code is None:
             return
-        if code == EXIT_REFUSED or self._talking:
+        if self._talking:
             raise Failed(f"the router has ended ({code}):\n{self._state.tail('router')}")
-        self._stop.wait(0.2)
+        # What was accepted once may be refused for a while: its port is taken, a file of keys is being edited.
+        self._stop.wait(REFUSED_PAUSE_S if code == EXIT_REFUSED else 0.2)
         self._start_router()
 
     # --- end

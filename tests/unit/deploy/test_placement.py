@@ -75,6 +75,14 @@ def test_a_worker_listens_on_its_node_and_uses_its_threads_only() -> None:
     assert (env["UCX_MODULES"], env["UCX_TLS"]) == ("^efa", "tcp")
 
 
+def test_the_transport_of_a_worker_on_the_loopback_listens_on_no_network_card() -> None:
+    local = plan(config(), "r:1", cores=2, gpus=0)[0]
+    assert worker_env({}, local, 1, "127.0.0.2")["UCX_NET_DEVICES"] == "lo"
+    assert worker_env({"UCX_NET_DEVICES": "mlx5_0:1"}, local, 1, "127.0.0.2")["UCX_NET_DEVICES"] == "mlx5_0:1"
+    spread = plan(config(**JOINED, listen=f"{NODE}:0"), "r:1", cores=2, gpus=0)[0]
+    assert "UCX_NET_DEVICES" not in worker_env({}, spread, 1, "10.0.0.7")
+
+
 def test_a_path_means_the_same_in_every_process(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(str(tmp_path))
     with open("weights.gguf", "w"):

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.launcher import Failed, Launcher
+from deploy.state import StateDir
+from deploy.supervisor import EXIT_REFUSED
+from runtime.config import Config
+
+
+class Scripted(Launcher):
+    """Its routers end as the test says; the last one stays."""
+
+    def __init__(self, folder: Path, *statuses: int) -> None:
+        state = StateDir(folder)
+        state.create()
+        super().__init__(Config(), state)
+        self._statuses = list(statuses)
+        self.started = 0
+
+    def _start_router(self) -> None:
+        code = f"raise SystemExit({self._statuses.pop(0)})" if self._statuses else "import time; time.sleep(60)"
+        self._router = subprocess.Popen([sys.executable, "-c", code])
+        self.started += 1
+
+    def check(self, *, settled: bool) -> subprocess.Popen[bytes]:
+        """One look at a router that has ended."""
+        assert self._router is not None
+        self._router.wait()
+        self._talking = not settled
+        self._check_router()
+        return self._router
+
+
+@pytest.mark.parametrize("status", [1, EXIT_REFUSED])
+def test_a_router_that_served_is_started_again_whatever_it_ended_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr("deploy.launcher.REFUSED_PAUSE_S", 0.01)
+    launcher = Scripted(tmp_path / "s", status, EXIT_REFUSED)
+    launcher._start_router()
+    launcher.check(settled=True)
+    router = launcher.check(settled=True)
+    assert launcher.started == 3
+    assert router.poll() is None
+    router.kill()
+    router.wait()
+
+
+def test_a_router_that_never_served_ends_the_start(tmp_path: Path) -> None:
+    launcher = Scripted(tmp_path / "s", EXIT_REFUSED)
+    launcher._start_router()
+    with pytest.raises(Failed, match="has ended"):
+        launcher.check(settled=False)
