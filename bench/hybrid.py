@@ -1,0 +1,227 @@
+"""A hybrid model on a CPU: our step against transformers', and what cached states save.
+
+    python -m bench.hybrid [--threads 1] [--prompt 2048] [--repeat 3]
+
+Kimi-Linear, 8 layers, hidden 512, random weights in fp32. Every figure is a ratio of times taken in turn in one run, so
+that a busy machine slows both alike; the best of the repetitions counts. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.api import EngineRequest, Mode, Tokens
+from engine.loop import Engine, EngineSpec
+from engine.plan import Row, SampleSpec, SamplingParams, StepPlan
+from engine.runner import RunnerOptions, TorchRunner
+from engine.weights import RandomWeights
+from kvtransfer.hashing import root
+from kvtransfer.types import LegKey
+from runtime.clock import SystemClock
+from runtime.config import Config
+
+VOCAB, CHUNK, BATCH = 1024, 512, 8
+SHAPE: dict[str, Any] = {
+    "model_type": "kimi_linear",
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "model_max_length": 16384,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 3, 5, 6, 7],
+        "full_attn_layers": [4, 8],
+        "num_heads": 8,
+        "head_dim": 64,
+        "short_conv_kernel_size": 4,
+    },
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GREEDY = SampleSpec(SamplingParams(), 0, 0)
+
+
+def runner(threads: int) -> TorchRunner:
+    options = RunnerOptions(dtype="float32", device="cpu", threads=threads)
+    return TorchRunner(AutoConfig.for_model(**SHAPE).to_dict(), RandomWeights(0), options)
+
+
+def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def best(work: Callable[[], object], repeat: int) -> float:
+    times = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+# --- against transformers ------------------------------------------------------------------------------------------
+
+
+def steps(ours: TorchRunner, prompt: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A prefill in chunks, and one decode step of a batch after prompts of 256 tokens."""
+    pages = tuple(range(1, 2 + prompt // 16))
+    text = tokens(prompt)
+
+    def prefill() -> None:
+        for start in range(0, prompt, CHUNK):
+            end = min(start + CHUNK, prompt)
+            sampled = (GREEDY,) if end == prompt else ()
+            ours.run(StepPlan(1, (Row(1, text[start:end], start, pages, 1, sampled),)))
+
+    rows = tuple(Row(b, (5,), 256, tuple(range(1 + 20 * b, 20 + 20 * b)), 1 + b, (GREEDY,)) for b in range(BATCH))
+    return prefill, lambda: ours.run(StepPlan(1, rows))
+
+
+def theirs(prompt: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(AutoConfig.for_model(**SHAPE), dtype=torch.float32).eval()
+    text = torch.tensor([tokens(prompt)])
+    with torch.inference_mode():
+        cache = model(torch.randint(3, VOCAB, (BATCH, 256)), use_cache=True).cache
+
+    def prefill() -> None:
+        with torch.inference_mode():
+            model(text, use_cache=True, logits_to_keep=1)
+
+    def decode() -> None:
+        with torch.inference_mode():
+            model(torch.full((BATCH, 1), 5), cache=cache, use_cache=True)
+
+    return prefill, decode
+
+
+def against_transformers(threads: int, prompt: int, repeat: int) -> dict[str, float]:
+    ours = runner(threads)
+    ours.allocate(20 * BATCH + prompt // 16 + 8, BATCH + 2)
+    torch.set_num_threads(threads)
+    mine, reference = steps(ours, prompt), theirs(prompt)
+    found: dict[str, float] = {}
+    for name, a, b, many in (("prefill", mine[0], reference[0], repeat), ("decode", mine[1], reference[1], 5 * repeat)):
+        a()
+        b()
+        ours_s, theirs_s = best(a, many), best(b, many)
+        found |= {f"{name}_ms": 1e3 * ours_s, f"{name}_times_transformers": theirs_s / ours_s}
+    return found
+
+
+# --- cached states -------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """An engine run by hand; ttft() is the time to a request's first token."""
+
+    def __init__(self, threads: int, **changes: Any) -> None:
+        flags = {"model": "tiny-kimi", "max_batch": 4, "chunk_tokens": CHUNK, **changes}
+        self.engine = Engine(runner(threads), EngineSpec(2100, 17, 16384), Config.load(flags), SystemClock())
+        self.numbers = iter(range(1 << 30))
+
+    def ttft(self, text: tuple[int, ...], output: int = 1) -> tuple[float, int]:
+        """(seconds, tokens that came from the cache)"""
+        events: list[Any] = []
+        key = LegKey(f"r{next(self.numbers)}", "decode", 1)
+        sampling = SamplingParams(max_tokens=output)
+        begin = time.perf_counter()
+        request = EngineRequest(key, Mode.LOCAL, text, len(text), sampling, root(b"", "m", "1"), 1e12)
+        self.engine.submit(request, events.extend)
+        while not any(isinstance(e, Tokens) for e in events):
+            self.engine.turn()
+        seconds = time.perf_counter() - begin
+        while self.engine.turn():
+            pass
+        return seconds, next(e.cached_tokens for e in events if isinstance(e, Tokens))
+
+
+def cached_states(threads: int, repeat: int) -> dict[str, float]:
+    """A prefix hit of 7,936 of 8,000 tokens, and the checkpoint made inside the forward or by a forward of its own."""
+    hot = Turns(threads)
+    text = tokens(8000)
+    cold_s, _ = hot.ttft(text[:7937])
+    again = [hot.ttft(text[:7936] + tokens(64, seed)) for seed in range(1, 1 + repeat)]
+    assert all(cached == 7936 for _, cached in again)
+    ours = runner(threads)
+    ours.allocate(600, 8)
+    pages = tuple(range(1, 501))
+
+    def inside() -> None:
+        ours.run(StepPlan(1, (Row(1, text[:512], 0, pages, 1, (GREEDY,), checkpoints=((496, 2),)),)))
+
+    def split() -> None:
+        ours.run(StepPlan(1, (Row(1, text[:496], 0, pages, 1),)))
+        ours.run(StepPlan(2, (Row(1, text[496:512], 496, pages, 1, (GREEDY,)),)))
+
+    def plain() -> None:
+        ours.run(StepPlan(1, (Row(1, text[:512], 0, pages, 1, (GREEDY,)),)))
+
+    rounds = [[best(f, 1) for f in (plain, inside, split)] for _ in range(5 * repeat)]
+    timed = dict(zip(("plain", "inside", "split"), map(min, zip(*rounds, strict=True)), strict=True))
+    return {
+        "cold_7937_ms": 1e3 * cold_s,
+        "hit_7936_of_8000_over_cold": min(s for s, _ in again) / cold_s,
+        "checkpoint_inside_over_none": timed["inside"] / timed["plain"],
+        "checkpoint_by_split_over_none": timed["split"] / timed["plain"],
+    }
+
+
+def conversation(threads: int) -> dict[str, dict[str, float]]:
+    """Six conversations of four turns over two shared prefixes of 600 tokens: share of prompt tokens that came from
+    the cache, and mean time to first token, for each policy."""
+    policies: dict[str, dict[str, Any]] = {
+        "none": {"prefix_cache": False},
+        "end": {"state_junctions": False},
+        "end_and_junction": {},
+        "interval_256": {"state_interval_tokens": 256},
+    }
+    found = {}
+    for name, changes in policies.items():
+        turns = Turns(threads, **changes)
+        known = {c: tokens(600, c % 2) + tokens(120, 10 + c) for c in range(6)}
+        times, cached, asked = [], 0, 0
+        for turn in range(4):
+            for c in known:
+                seconds, hit = turns.ttft(known[c], 4)
+                times.append(seconds)
+                cached, asked = cached + hit, asked + len(known[c])
+                known[c] = known[c] + tokens(40, 1000 + 10 * turn + c)
+        found[name] = {"hit_rate": cached / asked, "ttft_ms": 1e3 * sum(times) / len(times)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    report: dict[str, Any] = against_transformers(args.threads, args.prompt, args.repeat)
+    report |= cached_states(args.threads, args.repeat)
+    report["policies"] = conversation(args.threads)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
