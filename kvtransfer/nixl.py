@@ -76,12 +76,9 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """waiting: flights whose callers have no answer yet; to those past their deadline only the destination is owed."""
-
     batch: Batch
     peer: _Peer
     handle: Any
-    waiting: list[Flight]
 
 
 class NixlTransport:
@@ -144,16 +141,7 @@ class NixlTransport:
     def _deliver(self, results: list[Result]) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_run_all, results)
-
-
-def _nothing() -> None:
-    """The command when there is none."""
-
-
-def _run_all(results: list[Result]) -> None:
-    for result in results:
-        result()
+            self._loop.call_soon_threadsafe(lambda: [result() for result in results])
 
 
 def _complete(done: Future[Any], work: Callable[[], Any]) -> None:
@@ -235,11 +223,12 @@ class _Owner:
                 reads.append(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
-            command = _nothing
+            command = self._report
         self._post_all(reads)
-        if command is not None:
-            command()
-        return command is not None
+        if command is None:
+            return False
+        command()
+        return True
 
     def _post_all(self, reads: list[Flight]) -> None:
         for batch in batches([flight for flight in reads if self._wanted(flight)]):
@@ -312,7 +301,7 @@ class _Owner:
             else:
                 self._broken(batch, handle, peer, error)
             return
-        entry = _InFlight(batch, peer, handle, list(batch.flights))
+        entry = _InFlight(batch, peer, handle)
         if state == "PROC":
             self._active.append(entry)
             peer.active += 1
@@ -354,9 +343,9 @@ class _Owner:
         return False
 
     def _watch_deadline(self, entry: _InFlight) -> None:
+        """A caller past its deadline has its answer now; the destination is owed until the handle ends."""
         now = time.monotonic()
-        for flight in [f for f in entry.waiting if now >= f.deadline]:
-            entry.waiting.remove(flight)
+        for flight in [f for f in entry.batch.flights if now >= f.deadline and not f.result.done()]:
             self._results.append(partial(flight.fail, DeadlineExceeded("the read did not finish in time")))
 
     def _succeed(self, entry: _InFlight) -> None:
@@ -440,8 +429,8 @@ class _Owner:
             for table in self._registered:
                 self._agent.deregister_memory(table)
             self._agent = None
-        for flight in [f for entry in self._active for f in entry.batch.flights]:
-            self._results.append(partial(flight.fail, TransferFailed("the transport was closed")))
+        for entry in self._active:
+            self._results += [partial(f.fail, TransferFailed("the transport was closed")) for f in entry.batch.flights]
 
 
 def make_agent(api: Any, bindings: Any, name: str, progress_us: int) -> Any:
