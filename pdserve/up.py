@@ -35,6 +35,10 @@ async def until_signal(work: Coroutine[Any, Any, Any]) -> Any:
 
 async def run(config: Config) -> int:
     """Exit status: 0 after a wished end, 1 when something failed."""
+    if config.sim:
+        from pdserve import sim_up
+
+        return await sim_up.run(config)
     console = Console()
     view = ProgressView(console)
     cluster = Cluster(config, view)
