@@ -36,9 +36,7 @@ from engine.runner_api import ModelSpec, RowsFailed, Runner
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Request
 from engine.states import StateCache
-from engine.tiers.build import make_tiers
-from engine.tiers.pool import Copier
-from engine.tiers.work import Lane
+from engine.tiers.build import Ways, make_tiers
 from kvtransfer.types import PAGE_TOKENS, First, LegKey, Region
 from runtime.clock import Clock
 from runtime.config import Config
@@ -80,10 +78,8 @@ class Engine:
         spec: EngineSpec,
         config: Config,
         clock: Clock,
-        lane: Lane | None = None,
-        copier: Copier | None = None,
+        ways: Ways = Ways(),
     ) -> None:
-        """lane: runs the copies between tiers instead of a thread (tests). copier: for pools outside host memory."""
         self.spec = spec
         self.model = runner.spec()
         self._runner = runner
@@ -108,8 +104,7 @@ class Engine:
             self.cache,
             news=self._poke,
             now=clock.monotonic,
-            lane=lane,
-            copier=copier,
+            ways=ways,
         )
         self.tiers = memory.tiers = below[0] if below is not None else None
         self._host = below[1] if below is not None else None

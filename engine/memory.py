@@ -72,15 +72,14 @@ class Memory:
         if swapped is not None and not swapped.saved:
             return None
         with self.pages.lock:
-            claim = self._claim(seq, use_cache and swapped is None)
-            if not self._fits(claim):
-                # A state to copy from is one slot and maybe one page more. With nothing left to wait for, do without.
-                if claim.match.state is None or self.slots.referenced:
+            claim = self._claimed(seq, use_cache and swapped is None)
+            if claim is not None and self.tiers is not None:
+                evicted = claim.fresh - self.pages.free
+                if not self.tiers.make_room(evicted, claim.hit, claim.below):
                     return None
-                claim = self._claim(seq, use_cache=False)
-                if not self._fits(claim):
-                    return None
-            if self.tiers and not self.tiers.make_room(claim.fresh - self.pages.free, claim.hit):
+                # Copies have begun and ended in there: pages are held, others are known to be damaged.
+                claim = self._claimed(seq, use_cache and swapped is None)
+            if claim is None:
                 return None
             self.pages.share(claim.hit)
             if claim.match.state is not None:
@@ -99,6 +98,15 @@ class Memory:
             self.tiers.sightings.asked(keys[: seq.request.spec.prompt_len // PAGE_TOKENS])
         return claim.start
 
+    def staging(self, seq: Sequence, use_cache: bool) -> bool:
+        """Pages of this waiting sequence are on their way from the disk to the host."""
+        if self.tiers is None or self.tiers.disk is None or not use_cache or self.tiers.swapped(seq.id) is not None:
+            return False
+        if self.states is not None and not seq.request.remote:
+            return False
+        keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))]
+        return self.tiers.staging(seq.id, keys, len(self.cache.match(keys)))
+
     def loading(self, seq: Sequence) -> bool:
         """Its pages are on their way up: it owns all it needs, and cannot run before loaded()."""
         return self.tiers is not None and self.tiers.busy(seq.id)
@@ -107,6 +115,17 @@ class Memory:
         """As many of its tokens are in its pages (and state) now."""
         seq.computed = computed
         self.publish(seq)
+
+    def _claimed(self, seq: Sequence, use_cache: bool) -> _Claim | None:
+        """What to take, if it is there. A state to copy from is one slot and maybe one page more: with nothing left to
+        wait for, do without."""
+        claim = self._claim(seq, use_cache)
+        if self._fits(claim):
+            return claim
+        if claim.match.state is None or self.slots.referenced:
+            return None
+        claim = self._claim(seq, use_cache=False)
+        return claim if self._fits(claim) else None
 
     def _claim(self, seq: Sequence, use_cache: bool) -> _Claim:
         own = seq.own_pages(self.headroom_tokens)

@@ -257,8 +257,16 @@ class Scheduler:
         self.memory.ledger.wait(seq.request.spec.key, seq.booked)
 
     def _admit(self, now: float) -> None:
-        while self._waiting and self._try_admit(self._waiting[0], now):
-            seq = self._waiting.pop(0)
+        """In order, until one finds no room. Who waits for pages from the disk owns nothing and is passed by."""
+        at = 0
+        while at < len(self._waiting):
+            seq = self._waiting[at]
+            if self.memory.staging(seq, self._may_use_cache(seq.request)):
+                at += 1
+                continue
+            if not self._try_admit(seq, now):
+                return
+            del self._waiting[at]
             self.memory.ledger.unwait(seq.request.spec.key, seq.booked)
             self._running.append(seq)
             self._sweep()

@@ -17,8 +17,11 @@ from engine.face import Limits, Worker, load_of
 from engine.loop import Engine, EngineSpec
 from engine.meter import Meter
 from engine.runner_api import Runner
+from engine.tiers.build import Ways
+from engine.tiers.disk import OpenFile
 from kvtransfer import hashing
 from kvtransfer.checksum import wsum64
+from kvtransfer.files import NixlFile, PlainFile
 from kvtransfer.layout import Rank, fingerprint
 from kvtransfer.puller import Puller
 from kvtransfer.service import KvSourceService
@@ -70,6 +73,11 @@ def make_transport(config: Config, incarnation: Incarnation) -> Transport:
     return NixlTransport(incarnation, progress_us=config.nixl_progress_us, quarantine_s=config.quarantine_s)
 
 
+def disk_file(config: Config) -> OpenFile:
+    """How the disk tier's file is read and written: like everything else, through NIXL."""
+    return PlainFile if config.transport == "inprocess" else NixlFile
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A running worker behind its sockets."""
@@ -100,7 +108,8 @@ class Parts:
     ) -> Parts:
         """Allocate the pools, register them, start the engine. Raises InvalidRequest, TransferFailed."""
         model = runner.spec()
-        engine = await asyncio.to_thread(Engine, runner, EngineSpec.of(model, config), config, clock)
+        ways = Ways(open_file=disk_file(config), layout=f"{files.fingerprint()} {config.chunk_tokens}")
+        engine = await asyncio.to_thread(Engine, runner, EngineSpec.of(model, config), config, clock, ways)
         layout = Layout(model.components, files.fingerprint(), config.chunk_tokens)
         transport = make_transport(config, Incarnation(identity.worker_id, 0, identity.epoch))
         agent = await transport.start((*engine.regions(), *engine.host_regions()))

@@ -86,6 +86,13 @@ class Config(BaseSettings):
     )
     host_queue_pages: int = Field(64, gt=0, description="on their way down at most; beyond that pages are dropped")
     host_poison: bool = Field(False, description="for tests: what has gone down is overwritten on the device")
+    disk_pool_bytes: int = Field(0, ge=0, description="below the host tier; 0 = no disk tier")
+    disk_pool_dir: str = Field(
+        "", description="a folder that survives restarts; each worker of a machine takes a part of its own"
+    )
+    disk_queue_pages: int = Field(
+        64, gt=0, description="on their way to the disk at most; beyond that pages are not kept there"
+    )
     swap: bool = Field(
         True, description="with a host tier: running requests go down under pressure instead of being computed again"
     )
@@ -182,6 +189,8 @@ class Config(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
+        if self.disk_pool_bytes and not (self.disk_pool_dir and (self.host_pool_bytes or self.host_pool_tokens)):
+            raise ValueError("disk_pool_bytes needs disk_pool_dir and a host pool (host_pool_bytes)")
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,

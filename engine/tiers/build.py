@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from engine.pages import PagePool, SlotPool
 from engine.prefix_cache import PrefixCache
 from engine.runner_api import ModelSpec
+from engine.tiers.disk import Disk, Folder, OpenFile
 from engine.tiers.policy import Sightings
 from engine.tiers.pool import Copier, HostPool, Mover, copy_host
 from engine.tiers.tiers import Options, Tiers
 from engine.tiers.work import Lane, Thread
+from kvtransfer.files import PlainFile
 from kvtransfer.types import PAGE_TOKENS, Region
 from runtime.config import Config
 from runtime.errors import InvalidRequest, Unsupported
 
 SLOT_SHARE = 4
 """At most one byte in so many of the host pool is for the states of swapped requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How bytes move between tiers. copier: for pools that are not in host memory. open_file: the disk tier's file.
+    layout: names what a page's bytes depend on beside its key and shape. lanes: of a test, instead of threads."""
+
+    copier: Copier | None = None
+    open_file: OpenFile = PlainFile
+    layout: str = ""
+    lane: Lane | None = None
+    disk_lane: Lane | None = None
 
 
 def make_tiers(
@@ -28,20 +44,20 @@ def make_tiers(
     cache: PrefixCache,
     news: Callable[[], None],
     now: Callable[[], float],
-    lane: Lane | None = None,
-    copier: Copier | None = None,
+    ways: Ways,
 ) -> tuple[Tiers, HostPool] | None:
-    """None when no host pool is configured. copier: for pools that are not in host memory. lane: of a test.
+    """None when no host pool is configured.
 
-    Raises InvalidRequest (the pool is smaller than a page), Unsupported (device memory and no copier for it).
+    Raises InvalidRequest (the pool is smaller than a page, no folder is free), Unsupported (device memory and no copier
+    for it), OSError (the disk).
     """
     count, states = host_items(config, model, slots.total)
     if count == 0:
         return None
-    if copier is None and any(region.memory != "DRAM" for region in device):
+    if ways.copier is None and any(region.memory != "DRAM" for region in device):
         raise Unsupported("a host pool needs a copier for this device's memory", field="host_pool_bytes")
     host = HostPool(model.components, device, count + 1, states + 1 if states else 0)
-    mover = Mover(tuple(model.components), tuple(device), host.regions, copier or copy_host)
+    mover = Mover(tuple(model.components), tuple(device), host.regions, ways.copier or copy_host)
     options = Options(
         pages=count + 1,
         slots=states + 1 if states else 0,
@@ -56,8 +72,18 @@ def make_tiers(
         cap_pages=-(-config.host_tokens_per_request // PAGE_TOKENS),
         bound=max(1 << 14, 4 * (count + pages.total)),
     )
-    lane = lane or Thread("host-tier", news)
-    return Tiers(options, sightings, pages, slots, cache, mover, lane, now), host
+    tiers = Tiers(options, sightings, pages, slots, cache, mover, ways.lane or Thread("host-tier", news), now)
+    if config.disk_pool_bytes:
+        folder = Folder(Path(config.disk_pool_dir))
+        count = max(1, config.disk_pool_bytes // model.page_bytes)
+        disk = Disk(folder, layout_of(model, ways.layout), count, mover, ways.open_file)
+        tiers.add_disk(disk, ways.disk_lane or Thread("disk-tier", news), config.disk_queue_pages)
+    return tiers, host
+
+
+def layout_of(model: ModelSpec, more: str) -> str:
+    """All that a page's bytes depend on and its key does not name."""
+    return f"{more} {[c for c in model.components if c.paged]!r}"
 
 
 def host_items(config: Config, model: ModelSpec, device_slots: int) -> tuple[int, int]:

@@ -1,9 +1,9 @@
-"""Which pages lie on the host, under which page key. Torch-free; changed by the engine thread only.
+"""Which pages lie in a tier (host or disk), under which page key. Torch-free; changed by the engine thread only.
 
-A page of the host pool is in one state, as on the device: free; referenced (being written, being read, or the copy of a
+A page of the tier is in one state, as on the device: free; referenced (being written, being read, or the copy of a
 swapped request); or cached, that is published and idle. A key enters when its bytes are there, never before.
 
-Together with the device cache presence is prefix-closed: the parent of a key here is on the device or here. So eviction
+Over all tiers presence is prefix-closed: the parent of a key here is in some tier. So eviction
 takes tails first, and a key that goes for good takes what hangs on it along.
 """
 
@@ -33,8 +33,8 @@ class Entry:
     sums: Sums
 
 
-class HostIndex:
-    """pages: host pages, the null one included. gone: told keys that have left (tail first). lock: of the device pool,
+class TierIndex:
+    """pages: the null one included. gone: told keys that have left (tail first). lock: of the device pool,
     so that a snapshot of both is of one moment."""
 
     def __init__(

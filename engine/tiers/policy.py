@@ -61,10 +61,6 @@ class Sightings:
             return False
         return seen.count >= self.after and not (self.scope == "prompt" and seen.output)
 
-    def depth(self, key: bytes) -> int:
-        seen = self._seen.get(key)
-        return seen.depth if seen is not None else 0
-
     def _saw(self, key: bytes, depth: int, output: bool) -> None:
         seen = self._seen.get(key)
         if seen is None:

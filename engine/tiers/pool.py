@@ -90,6 +90,14 @@ class Mover:
     def item_bytes(self, paged: bool) -> int:
         return sum(h.stride for _, _, h in self._parts(paged))
 
+    def units(self, paged: bool) -> int:
+        """Checksums of one item."""
+        return sum(h.units for _, _, h in self._parts(paged))
+
+    def host_ranges(self, page: int) -> list[tuple[int, int]]:
+        """(address, bytes) of one host page, component by component."""
+        return [(h.base + page * h.stride, h.stride) for _, _, h in self._parts(True)]
+
     def save(self, paged: bool, pairs: Sequence[Pair]) -> list[Sums]:
         """Device to host. The checksums of the host items."""
         faults.strike("tier.store")

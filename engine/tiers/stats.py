@@ -14,8 +14,9 @@ class Moved:
 @dataclass(slots=True)
 class Counts:
     """Of one engine since its start. Pages: stored (gone down), hit_pages (come up for a prefix hit), lost (dropped
-    from the device with no copy below). dropped: stores and swaps without room below; declined: fetches and swaps that
-    would have taken longer than computing; corrupt: loads whose checksum did not agree; failed: copies that failed.
+    from the device with no copy below), spilled (gone on to disk), disk_pages (come up to the host from disk).
+    dropped: stores, swaps and spills without room; declined: fetches and swaps that would have taken longer than
+    computing; corrupt: loads whose checksum did not agree; failed: copies that failed.
     """
 
     stored: int = 0
@@ -25,6 +26,8 @@ class Counts:
     declined: int = 0
     corrupt: int = 0
     failed: int = 0
+    spilled: int = 0
+    disk_pages: int = 0
     swapped_out: int = 0
     swapped_in: int = 0
     moves: dict[tuple[str, str], Moved] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The host tier of one engine: pages down before they are dropped, up again on a hit, and running requests swapped.
+"""The tiers of one engine: pages down before they are dropped, up again on a hit, and running requests swapped.
 
 Engine thread only; copies run on a lane (work.py) and are concluded in poll(). Ownership while a copy is under way:
 
@@ -21,9 +21,11 @@ from typing import Any
 from engine.pages import PageHold, PagePool, SlotPool, hold_both
 from engine.prefix_cache import PrefixCache
 from engine.tiers.cost import Costs
-from engine.tiers.index import Entry, HostIndex
+from engine.tiers.disk import Disk
+from engine.tiers.index import Entry, TierIndex
 from engine.tiers.policy import Order, Sightings
 from engine.tiers.pool import Mover, Pair, Sums
+from engine.tiers.spill import DiskTier
 from engine.tiers.stats import Counts
 from engine.tiers.work import Job, Lane, Urgency
 from kvtransfer.types import PAGE_TOKENS
@@ -103,7 +105,7 @@ class Tiers:
         self.sightings = sightings
         self.costs = Costs()
         self.counts = Counts()
-        self.host = HostIndex(options.pages, options.order, self._left_host, pages.lock)
+        self.host = TierIndex(options.pages, options.order, self._left_host, pages.lock)
         self.host_slots = SlotPool(options.slots)
         self._pages, self._slots, self._cache = pages, slots, cache
         self._mover, self._lane = mover, lane
@@ -118,7 +120,13 @@ class Tiers:
         self._asked_at: float | None = None  # since when an admission waits for stores
         self._now = now
         self._jobs = 0
-        cache.set_lower(self._dropped, lambda: {"host": self.host.keys()})
+        self.disk: DiskTier | None = None
+        cache.set_lower(self._dropped, self._below)
+
+    def add_disk(self, disk: Disk, lane: Lane, queue_pages: int) -> None:
+        """Put a disk tier below the host's. Once, before anything runs."""
+        parts = (self.host, self._cache, lane, self.costs, self.counts)
+        self.disk = DiskTier(disk, *parts, self._page_bytes, queue_pages, self.options.order, self._left_disk)
 
     # --- every turn -----------------------------------------------------------------------------------------------
 
@@ -127,6 +135,8 @@ class Tiers:
         for job in self._lane.take():
             self._jobs -= 1
             job.done(job.result, job.error, job.seconds)
+        if self.disk is not None:
+            self.disk.poll()
 
     def take_loaded(self) -> list[Loaded]:
         """Requests whose load is over, since the last call."""
@@ -136,7 +146,7 @@ class Tiers:
     @property
     def idle(self) -> bool:
         """No copy is under way."""
-        return self._jobs == 0
+        return self._jobs == 0 and (self.disk is None or self.disk.jobs == 0)
 
     def store(self) -> None:
         """Start copies of idle device pages that would be evicted soon and are wanted below."""
@@ -144,12 +154,16 @@ class Tiers:
             quiet = max(1, self._pages.total // QUIET_SHARE)
             self._start_stores(LOOK_AHEAD, frozenset(), min(self.options.queue_pages, quiet), self._ahead)
 
-    def make_room(self, count: int, keep: Collection[int]) -> bool:
+    def make_room(self, count: int, keep: Collection[int], wanted: Sequence[Entry]) -> bool:
         """Whether the `count` idle pages that are about to be evicted (none of `keep`) may go: their bytes are below,
         or not wanted there. If not, copies are started, and this is asked again when they are done. Who has waited
-        long enough drops them."""
+        long enough drops them. wanted: host entries that must not be pushed out by this."""
         if count <= 0 or self.options.pages == 0:
             return True
+        with self.host.pool.hold([entry.page for entry in wanted]):
+            return self._make_room(count, keep)
+
+    def _make_room(self, count: int, keep: Collection[int]) -> bool:
         left = self._start_stores(count, keep, self.options.queue_pages, self._tried)
         self.poll()
         now = self._now()
@@ -179,7 +193,7 @@ class Tiers:
             if target is None:
                 self.counts.dropped += 1
                 break
-            batch.append(Entry(key, target[0], parent, self.sightings.depth(key), ()))
+            batch.append(Entry(key, target[0], parent, self._cache.depth(key) - 1, ()))
             sources.append(page)
         if batch:
             self._store(batch, sources)
@@ -209,12 +223,15 @@ class Tiers:
         """Parents first, so that nothing enters whose parent is nowhere (it was dropped meanwhile)."""
         for entry, found in sorted(zip(batch, sums, strict=True), key=lambda pair: pair[0].depth):
             entry.sums = found
-            known = entry.parent is None or entry.parent in self._cache or entry.parent in self.host
+            known = entry.parent is None or entry.parent in self._cache or bool(self._tier(entry.parent))
             on_device = entry.key in self._cache
             if known and self.host.add(entry):
                 self.counts.stored += 1
                 if not on_device:
                     self._cache.record_lower([entry.key], "host")
+
+        if self.disk is not None:
+            self.disk.spill([entry for entry in batch if entry.key in self.host])
 
     # --- prefix hits ------------------------------------------------------------------------------------------------
 
@@ -226,6 +243,16 @@ class Tiers:
             self.counts.declined += 1
             return []
         return found
+
+    def staging(self, seq: int, keys: Sequence[bytes], held: int) -> bool:
+        """Whether a waiting request had better wait for pages that are on their way from the disk to the host. held:
+        of `keys`, how many are on the device."""
+        if self.disk is None:
+            return False
+        above = held + len(self.host.match(keys, held))
+        if self.disk.stage(seq, keys, above):
+            self.disk.poll()
+        return self.disk.stage(seq, keys, above)
 
     def load(self, seq: int, base: int, entries: Sequence[Entry], targets: Sequence[int]) -> None:
         """Bring `entries` up into the device pages `targets`, which the request owns. base: tokens before them."""
@@ -349,6 +376,8 @@ class Tiers:
     def forget(self, seq: int) -> None:
         """The request has given up its memory: what is on its way lands nowhere, what is kept for it is dropped."""
         self._loading.pop(seq, None)
+        if self.disk is not None:
+            self.disk.forget(seq)
         swapped = self._swapped.pop(seq, None)
         if swapped is not None and swapped.saved:
             self._give_back(swapped)
@@ -365,19 +394,50 @@ class Tiers:
         kept = {}
         self._ahead.difference_update(keys)
         for key, page in zip(keys, pages, strict=True):
-            if key in self.host:
-                kept[key] = "host"
+            tier = self._tier(key)
+            if tier:
+                kept[key] = tier
                 if self.options.poison and self._pages.refs(page) == 0:
                     self._mover.poison(True, [page])
             else:
                 self.counts.lost += 1
-                self.host.drop(key)
+                self._orphan(key)
         return kept
 
     def _left_host(self, keys: Sequence[bytes]) -> None:
         gone = [key for key in keys if key not in self._cache]
-        if gone:
-            self._cache.record_lower(gone, "")
+        lower = [key for key in gone if self._tier(key)]
+        lost = [key for key in gone if not self._tier(key)]
+        if lower:
+            self._cache.record_lower(lower[::-1], "disk")
+        self._lost(lost)
+
+    def _left_disk(self, keys: Sequence[bytes]) -> None:
+        self._lost([key for key in keys if key not in self._cache and not self._tier(key)])
+
+    def _lost(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._cache.record_lower(keys, "")
+        for key in keys:
+            self._orphan(key)
+
+    def _orphan(self, key: bytes) -> None:
+        """This key is nowhere any more: nor may be what hangs on it."""
+        self.host.drop(key)
+        if self.disk is not None:
+            self.disk.index.drop(key)
+
+    def _tier(self, key: bytes) -> str:
+        """The highest tier below the device that has this key, "" = none."""
+        if key in self.host:
+            return "host"
+        return "disk" if self.disk is not None and key in self.disk.index else ""
+
+    def _below(self) -> dict[str, list[bytes]]:
+        lower = {"host": self.host.keys()}
+        if self.disk is not None:
+            lower["disk"] = [key for key in self.disk.index.keys() if key not in self.host]  # noqa: SIM118
+        return lower
 
     def _poison_unshared(self, pages: Sequence[int], slot: int) -> None:
         """Of a swapped request: what nobody else holds and no cache keeps."""
@@ -401,6 +461,8 @@ class Tiers:
         """Wait for what is under way and conclude it. Idempotent."""
         self._lane.close()
         self.poll()
+        if self.disk is not None:
+            self.disk.close()
 
     def check_empty(self) -> None:
         """Assert that only published pages are left. Raises AssertionError."""
@@ -411,3 +473,5 @@ class Tiers:
         assert not self._storing, "stores are left"
         assert self.host.pool.referenced == 0, "host pages are still held"
         assert self.host_slots.referenced == 0, "host slots are still held"
+        if self.disk is not None:
+            self.disk.check_empty()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.loop import Engine, EngineSpec
 from engine.models.oracle import OracleRunner
+from engine.tiers.build import Ways
 from engine.tiers.tiers import Tiers
 from engine.tiers.work import Inline, Job, Lane
 from runtime.clock import FakeClock
@@ -53,6 +54,7 @@ class TierLab(Lab):
 
     host_pages: int = 64
     lane: Lane = field(default_factory=Inline)
+    lane_of_disk: Lane = field(default_factory=Inline)
 
     def __post_init__(self) -> None:
         self.clock = FakeClock()
@@ -60,8 +62,11 @@ class TierLab(Lab):
         cfg = config(**{"host_pool_tokens": self.host_pages * 16, "host_poison": True, **self.changes})
         spec = EngineSpec(self.pages + 1, 2 * cfg.max_batch + 1 if self.state else 0, self.max_model_len)
         self.oracle = made
-        self.engine = Engine(made, spec, cfg, self.clock, lane=self.lane)
+        self.engine = Engine(made, spec, cfg, self.clock, ways=self.ways())
         self.events = []
+
+    def ways(self) -> Ways:
+        return Ways(lane=self.lane, disk_lane=self.lane_of_disk, layout="oracle")
 
     @property
     def tiers(self) -> Tiers:
@@ -69,9 +74,9 @@ class TierLab(Lab):
         return self.engine.tiers
 
     def settle(self) -> None:
-        """Turns until nothing more goes down by itself."""
+        """Turns until nothing more goes down to the host by itself."""
         before = -1
-        while before != self.tiers.counts.stored or not self.tiers.idle:
+        while before != self.tiers.counts.stored or self.tiers._jobs:
             before = self.tiers.counts.stored
             self.engine.turn()
             if isinstance(self.lane, Manual):

@@ -93,6 +93,6 @@ class StatefulTiersMachine(TiersMachine):
 TestTiers = TiersMachine.TestCase
 TestTiers.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestSmallHost = SmallHostMachine.TestCase
-TestSmallHost.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestSmallHost.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestTiersWithState = StatefulTiersMachine.TestCase
-TestTiersWithState.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestTiersWithState.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
