@@ -80,6 +80,10 @@ class _Rest:
     cost: float
 
 
+_Way = tuple[float, _Start, _Rest, float]
+"""(cost, first token from here, the rest from there, seconds the hand-off adds after the first token)"""
+
+
 class Predicted:
     """The argmin over all ways. Keeps no state of its own."""
 
@@ -102,7 +106,7 @@ class Predicted:
         options += self._locals(request, rests, able, price, now)
         if not options:
             return Nobody("no_compatible_decode_worker")
-        best = self._pick(options, workers)
+        best = self._placement(*self._pick(options))
         hold = self._config.hold_s
         if hold and best.forecast.queue_s > hold:
             return Wait(best.forecast.queue_s - hold, "workers_busy")
@@ -151,13 +155,13 @@ class Predicted:
 
     # --- the ways -----------------------------------------------------------------------------------------------
 
-    def _pairs(self, request: RequestView, starts: list[_Start], rests: list[_Rest], now: float) -> list[Placement]:
+    def _pairs(self, request: RequestView, starts: list[_Start], rests: list[_Rest], now: float) -> list[_Way]:
         """The best of each half with each other; what a hand-off costs is small beside what divides the halves."""
         config = self._config
         targets = rests[: config.finalists] + [
             rest for rest in rests[config.finalists :] if request.hit(rest.worker).kv >= request.tokens // 2
         ]
-        options = []
+        options: list[_Way] = []
         for start in starts[: config.finalists]:
             partners = [r for r in targets if r.worker.group == start.worker.group] or [
                 rest for rest in rests if rest.worker.group == start.worker.group
@@ -167,7 +171,7 @@ class Predicted:
                     continue
                 late_s = self._late_s(request, start, rest)
                 cost = start.cost + rest.cost + config.later_weight * late_s
-                options.append(self._placement(start, rest, late_s, cost))
+                options.append((cost, start, rest, late_s))
         return options
 
     def _late_s(self, request: RequestView, start: _Start, rest: _Rest) -> float:
@@ -182,11 +186,9 @@ class Predicted:
         overlap = start.prefill_s * max(0.0, 1.0 - self._config.chunk_tokens / uncached)
         return max(whole - overlap, last)
 
-    def _locals(
-        self, request: RequestView, rests: list[_Rest], able: set[str], price: float, now: float
-    ) -> list[Placement]:
+    def _locals(self, request: RequestView, rests: list[_Rest], able: set[str], price: float, now: float) -> list[_Way]:
         """Prefill on the worker that decodes: no transfer, but whoever decodes there waits meanwhile."""
-        options = []
+        options: list[_Way] = []
         for rest in rests:
             worker = rest.worker
             if worker.worker_id not in able and not self._config.deflect:
@@ -195,7 +197,7 @@ class Predicted:
             cost = start.cost + rest.cost + self._disturbance(request, start, rest, now)
             if rest.admit_s > 0:  # the prompt cannot even begin before there is room
                 cost += rest.admit_s
-            options.append(self._placement(start, rest, 0.0, cost))
+            options.append((cost, start, rest, 0.0))
         return options
 
     def _disturbance(self, request: RequestView, start: _Start, rest: _Rest, now: float) -> float:
@@ -221,17 +223,14 @@ class Predicted:
 
     # --- the pick -----------------------------------------------------------------------------------------------
 
-    def _pick(self, options: list[Placement], workers: Sequence[WorkerView]) -> Placement:
-        least = min(option.cost for option in options)
+    def _pick(self, options: list[_Way]) -> _Way:
+        least = min(option[0] for option in options)
         limit = least + max(self._config.tie * abs(least), self._config.tie_s)
-        tied = [option for option in options if option.cost <= limit]
-        if len(tied) == 1:
-            return tied[0]
-        served = {worker.worker_id: (worker.served, worker.bit) for worker in workers}
-        return min(tied, key=lambda o: (*served[o.prefill], *served[o.decode]))
+        tied = [option for option in options if option[0] <= limit]
+        return min(tied, key=lambda o: (o[1].worker.served, o[1].worker.bit, o[2].worker.served, o[2].worker.bit))
 
     @staticmethod
-    def _placement(start: _Start, rest: _Rest, late_s: float, cost: float) -> Placement:
+    def _placement(cost: float, start: _Start, rest: _Rest, late_s: float) -> Placement:
         forecast = Forecast(
             start.queue_s, start.load_s, start.prefill_s, late_s, rest.admit_s, rest.tpot_s, start.cached
         )
