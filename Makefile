@@ -28,7 +28,10 @@ tools:
 	    echo "pdserve needs '$$tool' on the PATH and it is not there (Debian: apt install g++ curl python3.11-venv)" >&2; exit 1; }; done
 
 # One call resolves everything: the extra `worker` pins torch, triton and nixl-cu12 exactly, constraints.txt the rest.
+# setuptools warns at length about what is wanted here, an editable install.
+$(STAMP): export PYTHONWARNINGS := ignore
 $(STAMP): pyproject.toml constraints.txt Makefile | tools
+	@echo "installing into $(VENV) (some minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,ray,dev]'

@@ -67,6 +67,7 @@ async def serve(config: Config, stopping: asyncio.Event | None = None) -> int:
         return await sim.serve(config, stopping)
     identity = Identity.make(config)
     logs.setup(config, worker=identity.worker_id)
+    _log.info("configuration", **config.shown())
     faults.arm_from_environment()
     files = await asyncio.to_thread(ModelFiles.open, config.model)
     return await WorkerProcess(config, identity, files, stopping).run()

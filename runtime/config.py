@@ -183,14 +183,14 @@ class Config(BaseSettings):
             raise ValueError("state_interval_tokens must be a multiple of 16")
         if self.max_batched_tokens < self.chunk_tokens:
             raise ValueError("max_batched_tokens must hold at least one chunk (chunk_tokens)")
+        if self.disk_pool_bytes and not (self.disk_pool_dir and (self.host_pool_bytes or self.host_pool_tokens)):
+            raise ValueError("disk_pool_bytes needs disk_pool_dir and a host pool (host_pool_bytes)")
         if self.lease_margin_s >= self.lease_s:
             raise ValueError("lease_margin_s must be less than lease_s")
         return self
 
     @classmethod
     def settings_customise_sources(
-        if self.disk_pool_bytes and not (self.disk_pool_dir and (self.host_pool_bytes or self.host_pool_tokens)):
-            raise ValueError("disk_pool_bytes needs disk_pool_dir and a host pool (host_pool_bytes)")
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
@@ -225,6 +225,13 @@ class Config(BaseSettings):
         fields = type(self).model_fields
         return {key: value for key, value in self if value != fields[key].default}
 
+    def shown(self) -> dict[str, Any]:
+        """overrides() for a log: of secrets only that they are set, of addresses no password."""
+        return {
+            key: "set" if key in SECRET_KEYS else _USERINFO.sub("//", value) if isinstance(value, str) else value
+            for key, value in self.overrides().items()
+        }
+
     def child_environment(self, **changes: Any) -> dict[str, str]:
         """PDSERVE_* variables that give a child process this configuration with `changes`, however it was set here.
 
@@ -250,6 +257,7 @@ _FILE_ENV = "PDSERVE_CONFIG_FILE"
 _NOT_KEYS = {_FILE_ENV, "PDSERVE_FAULTS", "PDSERVE_CLIENT_KEY"}
 _SERVICE_LINK = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP)\w*)$")
 """What Kubernetes puts into every container for a Service whose name begins with "pdserve"."""
+_USERINFO = re.compile(r"//[^@/]*@")
 SECRET_KEYS = frozenset({"cache_salt_secret", "registry_token"})
 
 

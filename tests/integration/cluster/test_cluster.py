@@ -60,6 +60,10 @@ def test_the_client_gets_an_answer_made_by_two_processes(cluster: ForegroundClus
         assert ledger.prefill_pid != ledger.decode_pid
         assert (ledger.transport, ledger.transfer_pages) == ("nixl", 3)
 
+        long = client.generate([7] * 512, temperature=0, max_tokens=2, return_ledger=True, cache_salt="fresh").ledger
+        assert long is not None  # T007 (smg-project/smg#1622): over gRPC the prompt was computed again, unnoticed
+        assert (long.transfer_pages, long.recomputed_tokens) == (32, 0)
+
         events = list(client.chat_stream(QUESTION, temperature=0, max_tokens=32))
         assert "".join(event.text for event in events if isinstance(event, Delta)) == answer.text
         assert sum(isinstance(event, Finished) for event in events) == 1

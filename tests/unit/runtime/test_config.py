@@ -31,6 +31,21 @@ def test_a_flag_wins_over_the_environment_which_wins_over_the_file_which_wins_ov
     assert config.max_prompts == Config().max_prompts
 
 
+def test_a_false_in_the_file_beats_a_default_that_is_true_and_is_shown(tmp_path: Path) -> None:
+    """Public report T109 (vllm-project/vllm#51401)."""
+    file = tmp_path / "pdserve.yaml"
+    file.write_text("prefix_cache: false\nswap: no\nregistry: redis://me:s3cret@10.0.0.1:6379/0\nregistry_token: t\n")
+    config = Config.load({}, file)
+    assert (config.prefix_cache, config.swap) == (False, False)
+    assert config.child_environment()["PDSERVE_PREFIX_CACHE"] == "false"
+    assert config.shown() == {
+        "prefix_cache": False,
+        "swap": False,
+        "registry": "redis://10.0.0.1:6379/0",
+        "registry_token": "set",
+    }
+
+
 def test_a_flag_that_was_not_given_is_none_and_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSERVE_MAX_N", "3")
     assert Config.load({"max_n": None}).max_n == 3

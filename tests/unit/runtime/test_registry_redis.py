@@ -95,6 +95,21 @@ async def test_a_full_server_is_an_outage(store: RedisStore, raw: Redis) -> None
     await store.put(GOOD, 10)
 
 
+async def test_a_server_that_wants_a_password_is_an_outage(own_redis: RedisServer, metrics: Metrics) -> None:
+    """Public report T162 (LMCache/LMCache#779): the error after OOM was one of authentication."""
+    store, wrong = RedisStore(own_redis.url, metrics), RedisStore(own_redis.url.replace("//", "//:wrong@"), metrics)
+    async with Redis.from_url(own_redis.url) as admin:
+        await store.put(GOOD, 10)
+        await admin.config_set("requirepass", "right")
+        await store.close()
+        for refused in (RedisStore(own_redis.url, metrics), wrong):
+            with pytest.raises(RegistryUnavailable) as error:
+                await refused.put(GOOD, 10)
+            assert "wrong" not in str(error.value)
+            await refused.close()
+        await admin.config_set("requirepass", "")
+
+
 async def test_a_standing_server_costs_at_most_its_timeout(own_redis: RedisServer, metrics: Metrics) -> None:
     """Public report T075 (BerriAI/litellm#35273)."""
     store = RedisStore(own_redis.url, metrics)
