@@ -24,8 +24,10 @@ from router.front import Front
 from router.http import HttpFace
 from router.inference import InferenceService
 from router.params import Limits, model_defaults
+from router.planner import Planner
 from router.server import Handler, Runner
 from router.stats import Stats
+from router.tenants import Keys
 from runtime import lifecycle, logs, rpc
 from runtime.clock import SystemClock
 from runtime.config import Config
@@ -86,10 +88,16 @@ class Router:
         router_id = new_worker_id("router")
         expected = Expected(files.tokenizer_digest, files.fingerprint(), files.vocab_size, PAGE_TOKENS)
         self.fleet = Fleet(config, router_id, expected, self.metrics)
-        self.dispatcher = Dispatcher(self.fleet, codec, config, self.clock, router_id, self.metrics)
+        keys = Keys.load(config)
+        self.planner = Planner(config, files.name, files.fingerprint(), self.clock, self.metrics, self.fleet.workers)
+        self.fleet.on_joined, self.fleet.on_left = self.planner.joined, self.planner.left
+        self.dispatcher = Dispatcher(
+            self.fleet, self.planner, codec, config, self.clock, router_id, self.metrics, keys.tenants()
+        )
         self.stats = Stats(self.metrics)
         name = config.served_model_name or files.name
-        self.front = Front(codec, self.dispatcher, limits, config, self.clock, self.stats, name, files.fingerprint())
+        revision = files.fingerprint()
+        self.front = Front(codec, self.dispatcher, limits, config, self.clock, self.stats, name, revision, keys)
         self.health = Health({"workers": self.fleet.ready, "registry": lambda: self._feed.synced.is_set()})
         self._defaults = model_defaults(files.generation_config)
         self._face = HttpFace(self.front, self.health, self.metrics, self._observe, self._defaults)
@@ -155,11 +163,12 @@ class Router:
         return f"{host}:{runner.addresses[0][1]}"
 
     def _removed(self, record: registry_pb2.WorkerRecord) -> None:
-        self.dispatcher.breakers.forget(record.worker_id)  # its next life starts with a clean record
+        self.dispatcher.booking.breakers.forget(record.worker_id)  # its next life starts with a clean record
         self.fleet.removed(record)
 
     def _observe(self) -> None:
         self.fleet.observe()
+        self.planner.observe()
         self._queue.set(len(self.dispatcher.booking.line))
         self._held.set(self.front.permits.inflight)
 
@@ -178,6 +187,7 @@ class Router:
         await self._server.stop(GOODBYE_S if self.front.permits.inflight else 0)
         await self._feed.stop()
         await self.dispatcher.close()
+        await self.planner.close()
         await self.fleet.close()
         await self._store.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -2,47 +2,68 @@
 
 Both workers of a pair are asked at once; when one refuses, the other's booking is given back and the next best pair is
 tried. When everybody refused, the request waits for a change of load in the line; a role that is not there at all is
-refused at once (503 naming it), since waiting would not bring it.
+refused at once (503 naming it), since waiting would not bring it. Workers whose breaker is open are left out, unless
+that leaves nobody: then the request is tried anyhow, and counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import Counter
-
 from router import policy
+from router.admission import Ask
 from router.breaker import Breakers
 from router.fleet import Fleet
 from router.line import Line
+from router.planner import Plan, Planner
+from router.policy import Role
+from router.request import Work
+from router.tenants import Tenant
+from router.view import Nobody
 from runtime.clock import Clock
+from runtime.config import Config
 from runtime.errors import InvalidRequest, PdserveError, Saturated
+from runtime.metrics import Metrics
 
 RETRY_AFTER_MS = 1000
 LOOK_AGAIN_S = 0.25
 """A waiting request looks again after this even when no worker reported a change."""
 
-Attempt = Callable[[policy.Pair | policy.Local], Awaitable[dict[str, PdserveError]]]
+Choice = policy.Pair | policy.Local
+Attempt = Callable[[Choice, Plan | None], Awaitable[dict[str, PdserveError]]]
 """Reserve at the chosen workers. Returns the refusals by leg ("prefill", "decode"); empty = everything is booked."""
-
 
 Avoid = Mapping[str, frozenset[str]]
 NOBODY: Avoid = {}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a passage wants. tokens: known ones; length: with the answer. avoid: workers not to ask, by leg.
+    patience_s: of a request that goes on elsewhere. It stands in no line, and waits this long for a worker that is not
+    there at all."""
+
+    work: Work
+    tokens: tuple[int, ...]
+    length: int
+    attempt: Attempt
+    avoid: Avoid = field(default_factory=dict)
+    patience_s: float | None = None
+
+
 class _Round:
-    """One walk through the fleet."""
+    """One walk through the fleet: who has refused, and how."""
 
-    prefill: set[str] = field(default_factory=set)
-    decode: set[str] = field(default_factory=set)
-    never: list[InvalidRequest] = field(default_factory=list)
-    passing: int = 0
+    def __init__(self, avoid: Avoid) -> None:
+        self.prefill = set(avoid.get("prefill", ()))
+        self.decode = set(avoid.get("decode", ()))
+        self.never: list[InvalidRequest] = []
+        self.passing = 0
 
-    def refuse(self, choice: policy.Pair | policy.Local, refusals: dict[str, PdserveError]) -> None:
+    def refuse(self, choice: Choice, refusals: dict[str, PdserveError]) -> None:
         for leg, error in refusals.items():
             worker = choice.worker if isinstance(choice, policy.Local) else getattr(choice, leg)
             if isinstance(choice, policy.Local) or leg == "prefill":
@@ -54,6 +75,16 @@ class _Round:
             else:
                 self.passing += 1
 
+    def role(self, worker_id: str, role: Role) -> Role | None:
+        """What a worker of this role may still be asked for."""
+        may_prefill = role is not Role.DECODE and worker_id not in self.prefill
+        may_decode = role is not Role.PREFILL and worker_id not in self.decode
+        if may_prefill and may_decode:
+            return Role.BOTH
+        if may_prefill:
+            return Role.PREFILL
+        return Role.DECODE if may_decode else None
+
 
 class Booking:
     """Shared by all requests: the fleet, the line and the limits of waiting."""
@@ -61,37 +92,40 @@ class Booking:
     def __init__(
         self,
         fleet: Fleet,
-        breakers: Breakers,
-        max_queue: int,
-        queue_timeout_s: float,
+        planner: Planner,
+        config: Config,
         clock: Clock,
-        degraded: Counter,
+        metrics: Metrics,
+        tenants: Iterable[Tenant] = (),
     ) -> None:
         self._fleet = fleet
-        self._breakers = breakers
-        self._degraded = degraded
+        self._planner = planner
+        self._config = config
         self._clock = clock
-        self._timeout_s = queue_timeout_s
-        self.line = Line(max_queue)
+        self._timeout_s = config.queue_timeout_s
+        self.breakers = Breakers()
+        self.line = Line(config.max_queue, clock, tenants)
+        self._degraded = metrics.counter(
+            "pdserve_router_degraded_choices", "Choices among workers whose breakers are open, for want of others"
+        )
 
-    async def book(
-        self, length: int, deadline: float, attempt: Attempt, avoid: Avoid = NOBODY, patience_s: float | None = None
-    ) -> policy.Pair | policy.Local:
-        """length: tokens of prompt and answer. avoid: workers not to ask, by leg. patience_s: for a request that goes
-        on elsewhere. It stands in no line, and waits this long for a worker that is not there at all.
-
-        Raises Saturated (no_prefill_worker, no_decode_worker, queue_full, queue_timeout) and InvalidRequest."""
-        if not self.line and patience_s is None:
-            choice = await self._round(length, attempt, avoid)
-            if choice is not None:
-                return choice
-        wait = min(self._timeout_s, deadline - self._clock.monotonic())
+    async def book(self, wish: Wish) -> Choice:
+        """Raises Saturated (no_prefill_worker, no_decode_worker, queue_full, queue_timeout), QuotaExceeded and
+        InvalidRequest."""
+        ask = self._ask(wish.work)
+        if wish.patience_s is None:
+            self.line.check(ask)
+            if not self.line:
+                choice = await self._round(wish)
+                if choice is not None:
+                    self.line.passed(ask)
+                    return choice
+        wait = min(self._timeout_s, wish.work.deadline - self._now())
         try:
             async with asyncio.timeout(wait):
-                if patience_s is not None:
-                    return await self._patiently(length, attempt, avoid, patience_s)
-                async with self.line.place():
-                    return await self._wait(length, attempt, avoid)
+                if wish.patience_s is not None:
+                    return await self._patiently(wish, wish.patience_s)
+                return await self._wait(wish, ask)
         except TimeoutError as exc:
             raise Saturated(
                 "no worker had room in time",
@@ -104,48 +138,102 @@ class Booking:
         """For a ticket that exists already: a decode worker that may read it."""
         return policy.choose_decode(self._states(), length, group, refused)
 
-    async def _patiently(
-        self, length: int, attempt: Attempt, avoid: Avoid, patience_s: float
-    ) -> policy.Pair | policy.Local:
+    def _ask(self, work: Work) -> Ask:
+        config, count = self._config, len(work.tokens)
+        return Ask(
+            work.request_id,
+            work.tenant,
+            work.arrived,
+            due=work.arrived + config.ttft_goal_s + config.ttft_goal_s_per_1k * count / 1000,
+            deadline=work.deadline,
+            priority=work.priority,
+            prefill_s=self._planner.speeds.prefill_s("", count, 0),
+            tokens=work.most_tokens,
+        )
+
+    # waiting
+
+    async def _wait(self, wish: Wish, ask: Ask) -> Choice:
+        async with self.line.place(ask) as place:
+            while True:
+                await place.turn()
+                change = self._fleet.changed_event()
+                choice = await self._round(wish)
+                if choice is not None:
+                    place.taken()
+                    return choice
+                await _soon(change)
+
+    async def _patiently(self, wish: Wish, patience_s: float) -> Choice:
         """A worker that died may be back soon, and another may come; a full one is waited for as ever."""
-        end = self._clock.monotonic() + patience_s
+        end = self._now() + patience_s
         while True:
             change = self._fleet.changed_event()
             try:
-                choice = await self._round(length, attempt, avoid)
+                choice = await self._round(wish)
                 if choice is not None:
                     return choice
-                if self._clock.monotonic() >= end and not self._anybody(length, avoid):
+                if self._now() >= end and not self._anybody(wish):
                     raise Saturated("no other worker is available", reason="no_other_worker")
             except Saturated:
-                if self._clock.monotonic() >= end:
+                if self._now() >= end:
                     raise
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S):
-                    await change.wait()
+            await _soon(change)
 
-    def _anybody(self, length: int, avoid: Avoid) -> bool:
+    def _anybody(self, wish: Wish) -> bool:
         """Somebody is there who could take it at some time."""
-        choice = policy.choose(self._states(), length, *_refused(avoid))
-        return isinstance(choice, policy.Pair | policy.Local)
+        found = _Round(wish.avoid)
+        choice = policy.choose(self._states(), wish.length, frozenset(found.prefill), frozenset(found.decode))
+        return isinstance(choice, Choice)
 
-    async def _wait(self, length: int, attempt: Attempt, avoid: Avoid) -> policy.Pair | policy.Local:
+    # choosing
+
+    async def _round(self, wish: Wish) -> Choice | None:
+        """Try every choice once. None: everybody refused for now, or waiting is better."""
+        state = _Round(wish.avoid)
         while True:
-            change = self._fleet.changed_event()
-            choice = await self._round(length, attempt, avoid)
-            if choice is not None:
+            found = self._planned(wish, state) if self._planner.active else self._least_loaded(wish, state)
+            if found is None:
+                if state.never and not state.passing:
+                    raise state.never[0]
+                return None
+            choice, plan = found
+            refusals = await wish.attempt(choice, plan)
+            if not refusals:
                 return choice
-            try:
-                async with asyncio.timeout(LOOK_AGAIN_S):
-                    await change.wait()
-            except TimeoutError:
-                continue
+            state.refuse(choice, refusals)
+
+    def _least_loaded(self, wish: Wish, state: _Round) -> tuple[Choice, None] | None:
+        """Raises Saturated or InvalidRequest when there is nobody at all."""
+        choice = policy.choose(self._states(), wish.length, frozenset(state.prefill), frozenset(state.decode))
+        if isinstance(choice, policy.NoWorker):
+            raise _nobody(choice)
+        return None if isinstance(choice, policy.AllRefused) else (choice, None)
+
+    def _planned(self, wish: Wish, state: _Round) -> tuple[Choice, Plan | None] | None:
+        waited = self._now() - wish.work.arrived
+        now = self._now()
+
+        def careful(worker_id: str, role: Role) -> Role | None:
+            may = state.role(worker_id, role)
+            return may if may is not None and self.breakers.allow(worker_id, may, now) else None
+
+        decision = self._planner.plan(wish.work, wish.tokens, careful, waited)
+        if isinstance(decision, Nobody):
+            decision = self._planner.plan(wish.work, wish.tokens, state.role, waited)
+            if isinstance(decision, Plan):
+                self._degraded.inc()
+        if isinstance(decision, Plan):
+            return decision.choice, decision
+        if isinstance(decision, Nobody):
+            return self._least_loaded(wish, state)  # says why, or knows somebody the policy does not
+        return None
 
     def _states(self) -> list[policy.WorkerState]:
-        """The fleet, without those whose breaker is open; if that leaves a role empty, with them (degraded)."""
+        """The fleet, without those whose breaker is open; if that leaves a role empty, with them."""
         states = self._fleet.states()
-        now = self._clock.monotonic()
-        closed = [state for state in states if self._breakers.allow(state.worker_id, state.role, now)]
+        now = self._now()
+        closed = [state for state in states if self.breakers.allow(state.worker_id, state.role, now)]
         if len(closed) == len(states) or not policy.serves(states):
             return states
         if policy.serves(closed):
@@ -153,25 +241,14 @@ class Booking:
         self._degraded.inc()
         return states
 
-    async def _round(self, length: int, attempt: Attempt, avoid: Avoid) -> policy.Pair | policy.Local | None:
-        """Try every choice once. None: everybody refused for now."""
-        state = _Round(set(avoid.get("prefill", ())), set(avoid.get("decode", ())))
-        while True:
-            choice = policy.choose(self._states(), length, frozenset(state.prefill), frozenset(state.decode))
-            if isinstance(choice, policy.NoWorker):
-                raise _nobody(choice)
-            if isinstance(choice, policy.AllRefused):
-                if state.never and not state.passing:
-                    raise state.never[0]
-                return None
-            refusals = await attempt(choice)
-            if not refusals:
-                return choice
-            state.refuse(choice, refusals)
+    def _now(self) -> float:
+        return self._clock.monotonic()
 
 
-def _refused(avoid: Avoid) -> tuple[frozenset[str], frozenset[str]]:
-    return avoid.get("prefill", frozenset()), avoid.get("decode", frozenset())
+async def _soon(change: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LOOK_AGAIN_S):
+            await change.wait()
 
 
 def _nobody(choice: policy.NoWorker) -> PdserveError:

@@ -9,7 +9,7 @@ this file only carries it out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -17,14 +17,15 @@ import structlog
 from protos.v1 import common_pb2
 from router import continuity
 from router.booking import Booking
-from router.breaker import Breakers
 from router.codec import Codec
 from router.continuity import Piece, RetryBudget
 from router.fleet import Fleet
 from router.passage import Passage
+from router.planner import Planner
 from router.pressure import Pressure
 from router.progress import GOES_ON, LENGTH, Delta, Finish, Progress
 from router.request import Ledger, Outcome, Reply, Work
+from router.tenants import Tenant
 from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, PdserveError
@@ -40,18 +41,23 @@ class Dispatcher:
     """What all requests share. run() is one request's life after rendering."""
 
     def __init__(
-        self, fleet: Fleet, codec: Codec, config: Config, clock: Clock, router_id: str, metrics: Metrics
+        self,
+        fleet: Fleet,
+        planner: Planner,
+        codec: Codec,
+        config: Config,
+        clock: Clock,
+        router_id: str,
+        metrics: Metrics,
+        tenants: Iterable[Tenant] = (),
     ) -> None:
         self.fleet = fleet
+        self.planner = planner
         self.codec = codec
         self.config = config
         self.clock = clock
         self.router_id = router_id
-        self.breakers = Breakers()
-        degraded = metrics.counter(
-            "pdserve_router_degraded_choices", "Choices among workers whose breakers are open, for want of others"
-        )
-        self.booking = Booking(fleet, self.breakers, config.max_queue, config.queue_timeout_s, clock, degraded)
+        self.booking = Booking(fleet, planner, config, clock, metrics, tenants)
         self.budget = RetryBudget()
         self.pressure = Pressure()
         self.eos = codec.eos
@@ -67,7 +73,18 @@ class Dispatcher:
     async def run(self, work: Work, reply: Reply) -> Outcome:
         """Raises PdserveError; asyncio.CancelledError when the client went away. Nothing is held afterwards."""
         self.budget.request()
-        return await Dispatch(self, work, reply).run()
+        dispatch = Dispatch(self, work, reply)
+        try:
+            return await dispatch.run()
+        finally:
+            times = dispatch.ledger
+            held = len(work.tokens) * times.decode.decode_s
+            self.booking.line.over(
+                work.request_id,
+                prefill_s=times.prefill.prefill_s,
+                moved=float(times.handoff.transfer_bytes),
+                token_seconds=held,
+            )
 
     def spawn(self, job: Coroutine[Any, Any, None]) -> None:
         """A farewell to a worker that must survive the request's own cancellation."""

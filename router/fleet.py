@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -68,6 +69,8 @@ class Fleet:
         self._keepers: dict[Worker, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._change = asyncio.Event()
+        self.on_joined: Callable[[Worker], None] | None = None
+        self.on_left: Callable[[Worker], None] | None = None
         self._refused = metrics.counter(
             "pdserve_router_workers_refused", "Workers that do not fit this router's model", ["reason"]
         )
@@ -121,6 +124,9 @@ class Fleet:
 
     def states(self) -> list[WorkerState]:
         return [worker.state() for worker in self._workers.values()]
+
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
 
     def worker(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
@@ -179,6 +185,8 @@ class Fleet:
             _log.error("worker_refused", worker=worker.id, reason=error.reason, message=error.message)
             raise
         worker.connect(facts)
+        if self.on_joined is not None:
+            self.on_joined(worker)
         self._report_strangers(worker)
 
     def _report_strangers(self, worker: Worker) -> None:
@@ -218,6 +226,8 @@ class Fleet:
             await self._close(worker)
 
     async def _close(self, worker: Worker) -> None:
+        if self.on_left is not None and self._workers.get(worker.id) in (None, worker):
+            self.on_left(worker)
         keeper = self._keepers.pop(worker, None)
         if keeper is not None:
             keeper.cancel()

@@ -42,6 +42,7 @@ class Call:
     model: str | None = None
     field: str = "prompt"
     traceparent: str = ""
+    session: str = ""
     timeout_s: float | None = None
     tenant: Tenant = OPEN
     request_id: str = ""
@@ -66,6 +67,7 @@ class Front:
         stats: Stats,
         model: str,
         fingerprint: str,
+        keys: Keys,
     ) -> None:
         self.codec = codec
         self.dispatcher = dispatcher
@@ -75,7 +77,7 @@ class Front:
         self.stats = stats
         self.model = model
         self.fingerprint = fingerprint
-        self.keys = Keys.load(config)
+        self.keys = keys
         self.salts = Salts(config.cache_salt_secret)
         self.permits = Permits(config.max_inflight)
         self.draining = False
@@ -137,6 +139,8 @@ class Front:
             arrived=arrived,
             tenant=call.tenant.name,
             traceparent=child_traceparent(call.traceparent),
+            session=f"{call.tenant.name}/{call.session}" if call.session else "",
+            priority=call.tenant.priority,
             scoring=scoring,
         )
 

@@ -33,6 +33,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
 LABEL_HEADER = "x-request-id"
+SESSION_HEADER = "x-session-id"
 REASON_HEADER = "x-pd-reason"
 MAX_LABEL = 128
 BODY_TIMEOUT_S = 60.0
@@ -164,6 +165,7 @@ class HttpFace:
             model=model,
             field=name,
             traceparent=request.headers.get("traceparent", ""),
+            session=(request.headers.get(SESSION_HEADER, "") or user)[:MAX_LABEL],
             tenant=request[TENANT],
             request_id=request[REQUEST_ID],
         )

@@ -232,6 +232,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             model=request.model or None,
             field=name,
             traceparent=str(metadata.get("traceparent", "")),
+            session=str(metadata.get("x-session-id", ""))[:MAX_LABEL],
             timeout_s=context.time_remaining(),
             tenant=tenant,
             request_id=record.request_id,

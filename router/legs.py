@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.links import Link, split_tokens
+from router.planner import Booked
 from router.worker import Charge, Worker
 from runtime import errors
 from runtime.errors import PdserveError, WorkerLost
@@ -53,6 +54,7 @@ class _Leg:
         self.state = State.RESERVING
         self.reservation_id = ""
         self.refusal: PdserveError | None = None
+        self.booked: Booked | None = None  # its place in the router's own books
         self.heard = False  # its breaker knows how it went
         self.charge = charge
         self._spawn = spawn
@@ -105,6 +107,8 @@ class _Leg:
     def _end(self) -> None:
         self.state = State.OVER
         self.charge.close()
+        if self.booked is not None:
+            self.booked.release()
 
     def _give_back(self, reservation_id: str) -> None:
         job = self.worker.cancel_reservation(self.name, reservation_id, self.ref)

@@ -9,89 +9,32 @@ the same ticket goes to another one, and nothing is computed twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
-from router import policy
-from router.booking import Booking
-from router.breaker import Breakers, result_of
+from router import legs, policy
+from router.booking import Wish
 from router.continuity import Piece
-from router.fleet import Fleet
 from router.legs import DecodeLeg, PrefillLeg
-from router.pressure import Pressure, joined
+from router.pressure import joined
 from router.progress import GOES_ON
-from router.request import Ledger, Work
+from router.seats import ENDED, Owner, Seats, Shared, TokenLogprob
 from router.worker import Worker
 from runtime import errors
-from runtime.clock import Clock
-from runtime.config import Config
-from runtime.errors import Cancelled, DeadlineExceeded, KvLost, PdserveError, WorkerLost
+from runtime.errors import DeadlineExceeded, KvLost, PdserveError, WorkerLost
 
 MAX_DECODE_ATTEMPTS = 3
-TokenLogprob = common_pb2.TokenLogprob
-_ENDED = Cancelled("this passage is over")
 
 
-class Shared(Protocol):
-    """What all passages use."""
-
-    fleet: Fleet
-    booking: Booking
-    breakers: Breakers
-    pressure: Pressure
-    config: Config
-    clock: Clock
-    router_id: str
-
-    def spawn(self, job: Coroutine[Any, Any, None]) -> None: ...
-
-
-class Owner(Protocol):
-    """The request. accept() raises PdserveError when the worker's tokens cannot be right."""
-
-    work: Work
-    ledger: Ledger
-
-    def accept(
-        self,
-        choice: int,
-        sequence: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprob],
-        finish: int,
-    ) -> None: ...
-
-    def open_choices(self, choices: Sequence[int]) -> list[int]:
-        """Those that have not ended."""
-        ...
-
-    def next_sequence(self, choice: int) -> int: ...
-
-    def prompt_logprobs(self, offset: int, entries: Sequence[TokenLogprob]) -> None: ...
-
-    def step(self) -> None: ...
-
-    def failed(self, passage: Passage, error: PdserveError, lost: bool) -> None:
-        """The passage is over and holds nothing any more. lost: a stream broke, the worker may be dead."""
-        ...
-
-    def moved(self, passage: Passage) -> None:
-        """Its timer has changed."""
-        ...
-
-
-class Passage:
+class Passage(Seats):
     """avoid: workers that have failed this request already, by leg."""
 
     def __init__(self, owner: Owner, shared: Shared, piece: Piece, avoid: dict[str, frozenset[str]]) -> None:
-        self.owner = owner
-        self.shared = shared
-        self.piece = piece
-        self.prefill: PrefillLeg | None = None
-        self.decode: DecodeLeg | None = None
+        super().__init__(owner, shared, piece)
         self.local = False
         self.moved_at: float | None = None  # the last progress; None until it is sent
+        self._sent_at = 0.0
         self.begun = False  # the first token is there
         self.over = False
         self._avoid = avoid
@@ -103,7 +46,9 @@ class Passage:
         self._held: list[decode_pb2.ChoiceTokens] = []  # not yet looked at: ahead of P's answer, or under pressure
         self._refused_decode: set[str] = set(avoid.get("decode", ()))
         self._replacing: asyncio.Task[None] | None = None
-        self._decode_tries = 0
+
+    def _legs_owner(self) -> legs.Owner:
+        return self
 
     # reserve
 
@@ -113,93 +58,15 @@ class Passage:
         started = self._now()
         before = self.owner.ledger.route_s
         length = len(self.piece.tokens) + self._left()
-        choice = await self.shared.booking.book(length, self._deadline, self._attempt, self._avoid, patience_s)
+        wish = Wish(self.owner.work, self.piece.tokens, length, self._attempt, self._avoid, patience_s)
+        choice = await self.shared.booking.book(wish)
         ledger = self.owner.ledger
         ledger.queue_s += self._now() - started - (ledger.route_s - before)
         self.local = isinstance(choice, policy.Local)
         if self.over:  # the request ended while it waited
             self.close("settled")
-            raise _ENDED
+            raise ENDED
         self._submit()
-
-    async def _attempt(self, choice: policy.Pair | policy.Local) -> dict[str, PdserveError]:
-        """Book at every worker of the choice at once; all or nothing."""
-        started = self._now()
-        legs: list[PrefillLeg | DecodeLeg] = []
-        try:
-            if isinstance(choice, policy.Local):
-                self.decode = self._decode_leg(choice.worker, local=True)
-                legs.append(self.decode)
-            else:
-                self.prefill = self._prefill_leg(choice.prefill)
-                legs.append(self.prefill)
-                self.decode = self._decode_leg(choice.decode, local=False)
-                legs.append(self.decode)
-        except KeyError:  # it left between choice and attempt
-            for leg in legs:
-                leg.close("refused")
-            return {"decode": WorkerLost("the worker left")}
-        await self._ask(legs, local=isinstance(choice, policy.Local))
-        refusals = {leg.name: leg.refusal for leg in legs if leg.refusal is not None}
-        if refusals:
-            for leg in legs:
-                self._heard(leg, refusals.get(leg.name, _ENDED))
-                leg.close("refused")
-            self.prefill = self.decode = None
-        self.owner.ledger.route_s += self._now() - started
-        return refusals
-
-    async def _ask(self, legs: Sequence[PrefillLeg | DecodeLeg], *, local: bool) -> None:
-        """Returns when every leg has its answer."""
-        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        left = len(legs)
-
-        def one() -> None:
-            nonlocal left
-            left -= 1
-            if not left and not answered.done():
-                answered.set_result(None)
-
-        remaining_ms = self._remaining_ms()
-        for leg in legs:
-            leg.ask(self.shared.router_id, self._needs(leg, local), remaining_ms, one)
-        await answered
-
-    def _needs(self, leg: PrefillLeg | DecodeLeg, local: bool) -> common_pb2.Needs:
-        count, choices = len(self.piece.tokens), len(self.piece.choices)
-        needs = common_pb2.Needs(prompt_tokens=count, choices=choices)
-        if leg.name == "prefill" or local:
-            needs.prefill_tokens = count
-        if leg.name == "decode":
-            needs.headroom_tokens = min(self.shared.config.headroom_tokens, self._left())
-        if leg.worker.has_slots:
-            needs.slots = choices
-        return needs
-
-    def _prefill_leg(self, worker_id: str) -> PrefillLeg:
-        worker = self._worker(worker_id)
-        self.owner.ledger.prefill_attempts += 1
-        ref = common_pb2.AttemptRef(request_id=self.piece.request_id, attempt=self.owner.ledger.prefill_attempts)
-        charge = worker.charge(prefill_tokens=len(self.piece.tokens), requests=1)
-        leg = PrefillLeg(self, worker, ref, charge, self.shared.spawn)
-        self.shared.breakers.of(worker_id, "prefill").send(leg.key, self._now())
-        return leg
-
-    def _decode_leg(self, worker_id: str, *, local: bool) -> DecodeLeg:
-        worker = self._worker(worker_id)
-        self.owner.ledger.decode_attempts += 1
-        self._decode_tries += 1
-        ref = common_pb2.AttemptRef(request_id=self.piece.request_id, attempt=self.owner.ledger.decode_attempts)
-        charge = worker.charge(prefill_tokens=len(self.piece.tokens) if local else 0, requests=1)
-        leg = DecodeLeg(self, worker, ref, charge, self.shared.spawn)
-        self.shared.breakers.of(worker_id, "decode").send(leg.key, self._now())
-        return leg
-
-    def _worker(self, worker_id: str) -> Worker:
-        worker = self.shared.fleet.worker(worker_id)
-        if worker is None:
-            raise KeyError(worker_id)
-        return worker
 
     # prefill, hand off, decode
 
@@ -211,7 +78,7 @@ class Passage:
         if self.prefill is not None:
             self.prefill.submit(self._wire(self.prefill.ref))
         self.decode.submit(self._wire(self.decode.ref), local=self.local)
-        self.moved_at = self._now()
+        self.moved_at = self._sent_at = self._now()
         self.owner.moved(self)
 
     def _wire(self, ref: common_pb2.AttemptRef) -> common_pb2.WorkRequest:
@@ -252,6 +119,9 @@ class Passage:
             return
         leg.done = True
         leg.charge.close()
+        if leg.booked is not None:
+            leg.booked.prefilled()
+        self._learn(leg.worker.id, done.times)
         self._heard(leg, None)
         first = self.piece.first_sequence
         self.owner.ledger.prefilled(done.times)
@@ -287,6 +157,10 @@ class Passage:
     def _confirmed(self, handoff: decode_pb2.HandoffDone) -> None:
         """D confirmed to P itself: the prefill leg is over as soon as its answer is here."""
         self._handed_over = True
+        if self.decode is not None and self._source is not None:
+            if self.decode.booked is not None:
+                self.decode.booked.landed()
+            self.shared.planner.handed_over(self._source.id, self.decode.worker.id, handoff.times)
         self.owner.ledger.handed_over(handoff.times)
         if self.prefill is not None and self.prefill.done:
             self.prefill.over()
@@ -313,6 +187,10 @@ class Passage:
         self._ended.add(tokens.choice)
         if tokens.HasField("times"):
             self.owner.ledger.decoded(tokens.times)
+            if self.local:
+                self._learn(leg.worker.id, tokens.times)
+            said = tokens.first_sequence + len(tokens.tokens) - self.piece.first_sequence
+            self.shared.planner.decoded(leg.worker.id, len(self.piece.tokens), said, tokens.times)
         if len(self._ended) >= len(self.piece.choices):
             self._heard(leg, None)
             leg.over()
@@ -341,6 +219,13 @@ class Passage:
         except PdserveError as error:
             self._fail(self.decode or self.prefill, error, lost=False)
         return not self.over
+
+    def _learn(self, worker: str, times: common_pb2.StageTimes) -> None:
+        """What was predicted of the prompt, and what it took since it was sent."""
+        planner = self.shared.planner
+        predicted = self.plan.placement.forecast.ttft_s if self.plan is not None else 0.0
+        took = self._now() - self._sent_at if not self.local else times.queue_s + times.prefill_s
+        planner.prefilled(worker, len(self.piece.tokens), times, predicted, took)
 
     def flush(self) -> None:
         """Everything held back, tokens of a choice that follow each other as one."""
@@ -413,7 +298,7 @@ class Passage:
             and not self._handed_over
             and error.row.retryable
             and not isinstance(error, KvLost)
-            and self._decode_tries < MAX_DECODE_ATTEMPTS
+            and self.decode_tries < MAX_DECODE_ATTEMPTS
             and max(self.next_sequences()) <= self.piece.first_sequence + 1
         )
         if not again:
@@ -437,7 +322,7 @@ class Passage:
 
     async def _place_again(self) -> bool:
         assert self._source is not None
-        while self._decode_tries < MAX_DECODE_ATTEMPTS and not self.over:
+        while self.decode_tries < MAX_DECODE_ATTEMPTS and not self.over:
             worker_id = self.shared.booking.another_decode(
                 len(self.piece.tokens) + self._left(), self._source.group, frozenset(self._refused_decode)
             )
@@ -483,11 +368,6 @@ class Passage:
         """Workers that the next passage of this request should not be given, by leg."""
         return self._avoid
 
-    def _heard(self, leg: PrefillLeg | DecodeLeg, error: PdserveError | None) -> None:
-        """How a leg went, to its breaker."""
-        leg.heard = True
-        self.shared.breakers.of(leg.worker.id, leg.name).heard(leg.key, result_of(error), self._now())
-
     # the end
 
     def close(self, reason: str) -> None:
@@ -500,26 +380,8 @@ class Passage:
         for leg in (self.prefill, self.decode):
             if leg is not None:
                 if not leg.heard:
-                    self._heard(leg, _ENDED)
+                    self._heard(leg, ENDED)
                 leg.close(reason)
-
-    def _left(self) -> int:
-        """Tokens that may still be made, per choice."""
-        return self.owner.work.sampling.max_tokens - self.piece.first_sequence
-
-    @property
-    def _deadline(self) -> float:
-        return self.owner.work.deadline
-
-    def _remaining_ms(self) -> int:
-        """Raises DeadlineExceeded."""
-        left = int((self._deadline - self._now()) * 1000)
-        if left <= 0:
-            raise DeadlineExceeded("the request's deadline passed")
-        return left
-
-    def _now(self) -> float:
-        return self.shared.clock.monotonic()
 
 
 def _worker_gave_up(finish: int) -> PdserveError:

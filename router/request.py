@@ -25,6 +25,8 @@ class Work:
     arrived: float
     tenant: str
     traceparent: str = ""
+    session: str = ""
+    priority: int = 0
     scoring: bool = False
 
     @property

@@ -28,10 +28,17 @@ _EMPTY = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """max_inflight: prompts in flight at once; 0 = only the router's own limit."""
+    """max_inflight: prompts in flight at once; 0 = only the router's own limit. weight: its share where there is not
+    enough for everybody. max_waiting: prompts in the queue. tokens_per_s and burst_tokens: a bucket of prompt and
+    answer tokens. priority: lower is served sooner."""
 
     name: str
     max_inflight: int = 0
+    weight: float = 1.0
+    max_waiting: int = 0
+    tokens_per_s: float = 0.0
+    burst_tokens: float = 0.0
+    priority: int = 0
 
 
 OPEN = Tenant("default")
@@ -55,6 +62,9 @@ class Keys:
         if not isinstance(content, dict) or not content:
             raise _bad("the file of API keys holds no keys")
         return cls({_digest(key): _tenant(value) for key, value in content.items()})
+
+    def tenants(self) -> list[Tenant]:
+        return list((self._tenants or {}).values())
 
     @property
     def required(self) -> bool:
@@ -138,13 +148,23 @@ def _digest(key: Any) -> str:
     return key
 
 
+_COUNTS = ("max_inflight", "max_waiting")
+_RATES = ("weight", "tokens_per_s", "burst_tokens")
+
+
 def _tenant(value: Any) -> Tenant:
-    known = isinstance(value, dict) and set(value) <= {"tenant", "max_inflight"}
-    name = value.get("tenant") if known else None
-    limit = value.get("max_inflight", 0) if known else None
-    if not isinstance(name, str) or not name or type(limit) is not int or limit < 0:
-        raise _bad("a key maps to `tenant` (a name) and optionally `max_inflight` (a count)")
-    return Tenant(name, limit)
+    if not isinstance(value, dict) or not set(value) <= {"tenant", "priority", *_COUNTS, *_RATES}:
+        raise _bad("a key maps to `tenant` (a name) and its limits")
+    name = value.get("tenant")
+    sound = isinstance(name, str) and bool(name)
+    sound &= all(type(value.get(key, 0)) is int and value.get(key, 0) >= 0 for key in _COUNTS)
+    sound &= all(type(value.get(key, 1)) in (int, float) and 0 <= value.get(key, 1) < 1e12 for key in _RATES)
+    sound &= value.get("weight", 1) > 0 if sound else False
+    sound &= type(value.get("priority", 0)) is int and abs(value.get("priority", 0)) <= 100
+    if not sound:
+        raise _bad("a key maps to `tenant` (a name), and limits are counts or rates that are not negative")
+    limits = {key: value[key] for key in (*_COUNTS, *_RATES, "priority") if key in value}
+    return Tenant(str(name), **limits)
 
 
 def _bad(message: str) -> InvalidRequest:

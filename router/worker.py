@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from kvtransfer.types import PAGE_TOKENS
 from protos.v1 import (
     common_pb2,
     decode_pb2,
@@ -201,6 +202,25 @@ class Worker:
             group=self.group,
             served=self.served,
         )
+
+    def room(self) -> tuple[int, int]:
+        """(tokens its pages hold, its state slots), 0 = not known."""
+        return PAGE_TOKENS * self._load.pages_total, self._load.slots_total
+
+    async def cache_events(self, epoch: int, sequence: int) -> AsyncIterator[worker_pb2.CacheEventBatch]:
+        """Its cache's changes after `sequence` of `epoch`; 0 = a snapshot first. Raises grpc.RpcError."""
+        stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
+        call = stub.CacheEvents(worker_pb2.CacheEventsRequest(after_sequence=sequence, epoch=epoch))
+        try:
+            async for batch in call:
+                yield batch
+        finally:
+            call.cancel()
+
+    @property
+    def usable(self) -> bool:
+        """Ready, compatible, and its streams are attached."""
+        return self._usable()
 
     def _usable(self) -> bool:
         record = self.record

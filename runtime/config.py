@@ -138,6 +138,12 @@ class Config(BaseSettings):
     max_queue: int = Field(1024, ge=0, description="prompts waiting for room; more are refused")
     queue_timeout_s: float = Field(30.0, gt=0, description="a prompt waits for room so long")
     request_timeout_s: float = Field(600.0, gt=0, description="of a whole request")
+    policy: Literal["least_load", "predicted", "round_robin", "power_of_two", "session_affinity", "dynamo", "sgl"] = (
+        Field("least_load", description="how workers are chosen; predicted = by seconds, caches considered")
+    )
+    ttft_goal_s: float = Field(2.0, gt=0, description="objective of the first token; orders who waits")
+    ttft_goal_s_per_1k: float = Field(0.125, ge=0, description="the same, for every 1000 tokens of the prompt")
+    tpot_goal_s: float = Field(0.05, ge=0, description="objective of the time between tokens; 0 = none")
     retries: int = Field(3, ge=0, description="how often a request goes on elsewhere after a worker failed it")
     first_token_timeout_s: float = Field(120.0, gt=0, description="a worker silent for so long is given up")
     inter_token_timeout_s: float = Field(30.0, gt=0, description="the same, after the first token")

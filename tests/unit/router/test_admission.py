@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from router.admission import Ask
 from router.line import Line
 from router.tenants import Keys, Permits, Salts, Tenant
+from runtime.clock import FakeClock
 from runtime.config import Config
 from runtime.errors import InvalidRequest, QuotaExceeded, Saturated, Unauthenticated
 
@@ -107,32 +109,78 @@ def test_a_permit_comes_back_when_its_request_fails() -> None:
     assert permits.inflight == 0
 
 
-async def test_the_line_is_first_in_first_out_and_a_leaver_does_not_hold_it_up() -> None:
-    line, order = Line(5), list[int]()
-    gates = [asyncio.Event() for _ in range(4)]
+def ask(number: int, due: float = 0.0, tenant: str = "default") -> Ask:
+    return Ask(f"r{number}", tenant, arrived=0.0, due=due, deadline=1e9, prefill_s=1.0, tokens=10)
 
-    async def wait(number: int) -> None:
-        async with line.place():
-            order.append(number)
-            await gates[number].wait()
 
-    tasks = [asyncio.create_task(wait(number)) for number in range(4)]
-    await asyncio.sleep(0)
-    tasks[1].cancel()
-    await asyncio.sleep(0)
-    for gate in gates:
-        gate.set()
+async def placed(line: Line, asks: list[Ask], gate: asyncio.Event, leave: int = -1) -> list[str]:
+    """Who gets a place, one at a time once the gate opens; the one at `leave` has gone by then."""
+    order: list[str] = []
+
+    async def wait(one: Ask) -> None:
+        async with line.place(one) as place:
+            await place.turn()
+            await gate.wait()
+            await place.turn()  # somebody more urgent may have come
+            order.append(one.request_id)
+            place.taken()
+
+    tasks = [asyncio.create_task(wait(one)) for one in asks]
+    await asyncio.sleep(0.01)
+    if leave >= 0:
+        tasks[leave].cancel()
+    gate.set()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-    assert order == [0, 2, 3]
     assert len(line) == 0
+    return order
 
 
-async def test_a_full_line_takes_nobody() -> None:
-    line = Line(1)
-    async with line.place():
+async def test_the_line_is_first_come_first_served_among_equals_and_a_leaver_does_not_hold_it_up() -> None:
+    asks = [ask(number) for number in range(4)]
+    assert await placed(Line(5, FakeClock()), asks, asyncio.Event(), leave=1) == ["r0", "r2", "r3"]
+
+
+async def test_the_more_urgent_goes_first_although_it_came_later() -> None:
+    asks = [ask(0, due=9.0), ask(1, due=5.0), ask(2, due=1.0)]
+    assert await placed(Line(5, FakeClock()), asks, asyncio.Event()) == ["r2", "r1", "r0"]
+
+
+async def test_tenants_take_turns_by_their_weights_however_many_one_brings() -> None:
+    line = Line(50, FakeClock(), [Tenant("greedy"), Tenant("modest", weight=2.0)])
+    asks = [ask(number, tenant="greedy") for number in range(8)] + [ask(10 + i, tenant="modest") for i in range(4)]
+    order = await placed(line, asks, asyncio.Event())
+    assert [name in ("r10", "r11", "r12", "r13") for name in order[:6]].count(True) == 4
+
+
+async def test_a_full_line_takes_nobody_and_one_of_no_places_neither() -> None:
+    line = Line(1, FakeClock())
+    async with line.place(ask(0)):
         with pytest.raises(Saturated) as refused:
-            async with line.place():
+            async with line.place(ask(1)):
                 pass
+        assert (refused.value.reason, refused.value.retry_after_ms > 0) == ("queue_full", True)
+    with pytest.raises(Saturated):
+        async with Line(0, FakeClock()).place(ask(2)):
+            pass
 
-    assert (refused.value.reason, refused.value.retry_after_ms > 0) == ("queue_full", True)
+
+async def test_a_tenants_tokens_per_second_are_its_own_fault() -> None:
+    clock = FakeClock()
+    line = Line(5, clock, [Tenant("a", tokens_per_s=10.0, burst_tokens=20.0)])
+    for number in range(2):
+        line.check(ask(number, tenant="a"))
+        line.passed(ask(number, tenant="a"))
+    with pytest.raises(QuotaExceeded):
+        line.check(ask(3, tenant="a"))
+    line.check(ask(4, tenant="b"))
+    clock.advance(1.5)
+    line.check(ask(5, tenant="a"))
+
+
+@pytest.mark.parametrize(
+    "limits",
+    ["weight: 0", "weight: -1", "weight: x", "max_waiting: 1.5", "tokens_per_s: .nan", "priority: 1000", "colour: red"],
+)
+def test_a_tenants_limits_are_checked_by_name(tmp_path: Path, limits: str) -> None:
+    with pytest.raises(InvalidRequest):
+        keys(tmp_path, f"{digest('k')}: {{tenant: a, {limits}}}")

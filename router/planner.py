@@ -1,0 +1,301 @@
+"""The chosen policy over the live fleet: views and bookings kept current, speeds learned, caches listened to.
+
+The pure parts (index, speeds, ledger, policies) know no workers, tasks or protobuf; this is the thin shell around them.
+What a policy decides on is this router's own account of its workers, corrected by what they report; a wrong entry
+costs time and never correctness, since the worker's own answer to Reserve is the truth.
+
+`least_load`, the default, looks at what workers report of themselves and needs nothing of this: it stays in `policy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import grpc
+import structlog
+
+from kvtransfer.hashing import root
+from protos.v1 import common_pb2, kvsource_pb2, worker_pb2
+from router import policy
+from router.cost import Predicted
+from router.index import NO_HIT, Batch, CacheEvent, Kind, PrefixIndex
+from router.keys import PromptKeys
+from router.ledger import Demand, Ledger
+from router.peers import Dynamo, Sgl
+from router.policies import Policy, PowerOfTwo, RoundRobin, SessionAffinity
+from router.policy import Role
+from router.request import Work
+from router.speeds import Speeds
+from router.view import Key, Nobody, Placement, RequestView, Wait, WorkerView
+from router.worker import Worker
+from runtime.clock import Clock
+from runtime.config import Config
+from runtime.errors import PdserveError
+from runtime.metrics import Metrics
+
+RETRY_S = 0.5
+LISTENING = frozenset({"predicted", "dynamo", "sgl"})
+"""Policies that look at caches."""
+
+_KINDS = {
+    worker_pb2.CacheEvent.KIND_STORED: Kind.STORED,
+    worker_pb2.CacheEvent.KIND_REMOVED: Kind.REMOVED,
+    worker_pb2.CacheEvent.KIND_TIER_CHANGED: Kind.TIER_CHANGED,
+    worker_pb2.CacheEvent.KIND_CHECKPOINT_READY: Kind.CHECKPOINT_READY,
+    worker_pb2.CacheEvent.KIND_CHECKPOINT_REMOVED: Kind.CHECKPOINT_REMOVED,
+}
+_log = structlog.get_logger("pdserve.router.planner")
+
+
+@dataclass(slots=True)
+class Booked:
+    """One leg's place in the ledger. Given back once, by the leg."""
+
+    ledger: Ledger
+    key: Key
+    worker: str
+    clock: Clock
+
+    def prefilled(self) -> None:
+        self.ledger.prefilled(self.key, self.worker, self.clock.monotonic())
+
+    def landed(self) -> None:
+        self.ledger.landed(self.key, self.worker)
+
+    def grown(self, tokens: int) -> None:
+        self.ledger.grown(self.key, self.worker, tokens)
+
+    def release(self) -> None:
+        """Idempotent."""
+        self.ledger.release(self.key, self.worker, self.clock.monotonic())
+
+
+@dataclass(slots=True)
+class Plan:
+    """What was decided for one passage, and what was expected of it. demands: by worker."""
+
+    choice: policy.Pair | policy.Local
+    demands: Mapping[str, Demand]
+    placement: Placement
+    keys: PromptKeys | None
+
+
+class Planner:
+    """`active`: a policy other than least_load decides. workers(): the fleet's, as they are now."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: str,
+        revision: str,
+        clock: Clock,
+        metrics: Metrics,
+        workers: Callable[[], list[Worker]],
+    ) -> None:
+        self.active = config.policy != "least_load"
+        self.speeds = Speeds()
+        self.ledger = Ledger()
+        self.index = PrefixIndex()
+        self._config = config
+        self._model, self._revision = model, revision
+        self._clock = clock
+        self._workers = workers
+        self._listening = config.policy in LISTENING
+        self._policy = _made(config.policy, self.speeds)
+        self._feeds: dict[str, asyncio.Task[None]] = {}
+        self._numbers = 0
+        self._error = metrics.gauge(
+            "pdserve_router_ttft_prediction_error", "Median relative error of predicted seconds to the first token"
+        )
+        self._gaps = metrics.counter("pdserve_router_cache_feed_snapshots", "Snapshots asked for of workers' caches")
+
+    # --- workers
+
+    def joined(self, worker: Worker) -> None:
+        """It has described itself (again)."""
+        if not self.active:
+            return
+        view = self.ledger.view(worker.id)
+        if view is None:
+            view = WorkerView(worker.id, worker.role or Role.BOTH, bit=self.index.bit(worker.id))
+            self.ledger.add(view)
+        assert worker.facts is not None
+        view.max_model_len = worker.facts.max_model_len
+        view.bytes_per_token, view.state_bytes = _sizes(worker.facts.layout)
+        if view.state_bytes:
+            self.index.stateful = True
+        if self._listening and worker.id not in self._feeds:
+            self._feeds[worker.id] = asyncio.create_task(self._listen(worker), name=f"cache-events-{worker.id}")
+
+    def left(self, worker: Worker) -> None:
+        feed = self._feeds.pop(worker.id, None)
+        if feed is not None:
+            feed.cancel()
+        if self.active:
+            self.ledger.remove(worker.id)
+            self.index.forget(worker.id)
+
+    async def close(self) -> None:
+        feeds = list(self._feeds.values())
+        for feed in feeds:
+            feed.cancel()
+        await asyncio.gather(*feeds, return_exceptions=True)
+
+    def observe(self) -> None:
+        self._error.set(self.speeds.ttft_error.median)
+
+    # --- decisions
+
+    def plan(
+        self, work: Work, tokens: tuple[int, ...], allowed: Callable[[str, Role], Role | None], waited_s: float
+    ) -> Plan | Wait | Nobody:
+        """allowed: the role a worker may be given now, or None. Changes nothing but the policy's own memory."""
+        now = self._clock.monotonic()
+        views = self._views(allowed)
+        request = self._request(work, tokens, waited_s)
+        decision = self._policy.choose(request, views, now)
+        if not isinstance(decision, Placement):
+            return decision
+        choice: policy.Pair | policy.Local = policy.Pair(decision.prefill, decision.decode)
+        if decision.local:
+            choice = policy.Local(decision.decode)
+        return Plan(choice, self._demands(request, decision), decision, _keys_of(request))
+
+    def _views(self, allowed: Callable[[str, Role], Role | None]) -> list[WorkerView]:
+        """One per usable worker, with the role it may be given; the account is shared with the ledger's."""
+        views = []
+        for worker in self._workers():
+            view = self.ledger.view(worker.id)
+            if view is None or worker.role is None or not worker.usable:
+                continue
+            view.role, view.group = worker.role, worker.group
+            view.kv_tokens, view.slots = worker.room()
+            role = allowed(worker.id, worker.role)
+            if role is not None:
+                views.append(view if role is worker.role else replace(view, role=role))
+        return views
+
+    def _request(self, work: Work, tokens: tuple[int, ...], waited_s: float) -> RequestView:
+        now, config = self._clock.monotonic(), self._config
+        request = RequestView(
+            work.request_id,
+            len(tokens),
+            now - waited_s,
+            expected_output=self.speeds.output.expect(len(tokens), work.sampling.max_tokens),
+            ttft_goal_s=config.ttft_goal_s + config.ttft_goal_s_per_1k * len(tokens) / 1000,
+            tpot_goal_s=config.tpot_goal_s,
+            session=work.session,
+            waited_s=waited_s,
+        )
+        if not self._listening:
+            return request
+        keys = PromptKeys(root(work.salt, self._model, self._revision), tokens)
+        hits = self.index.match(keys)
+        expected = self.index.match(keys, expected=True) if self._policy.name == "predicted" else {}
+        return replace(request, keys=keys, hits=hits, expected_hits=expected)
+
+    def _demands(self, request: RequestView, placed: Placement) -> dict[str, Demand]:
+        """What both legs book. The context grows to the whole answer; on average half of it counts."""
+        view = self.ledger.view(placed.prefill)
+        hit = request.hit(view) if view is not None else NO_HIT
+        cached = placed.forecast.cached_tokens or min(hit.resume, request.tokens - 1)
+        prefill_s = max(placed.forecast.load_s + placed.forecast.prefill_s, 1e-6)
+        due = request.arrived + request.ttft_goal_s
+        slots = 1 if view is not None and view.state_bytes else 0
+        whole = request.tokens + int(request.expected_output)
+        decode = Demand(whole, slots, request.tokens + int(request.expected_output / 2), decode=True, landing=True)
+        if placed.local:
+            uncached = request.tokens - cached
+            both = replace(decode, landing=False, prefill_tokens=uncached, prefill_s=prefill_s, due=due)
+            return {placed.decode: both}
+        prefill = Demand(request.tokens, slots, prefill_tokens=request.tokens - cached, prefill_s=prefill_s, due=due)
+        return {placed.prefill: prefill, placed.decode: decode}
+
+    def book(self, request_id: str, plan: Plan) -> dict[str, Booked]:
+        """By worker; what the ledger would not grant is booked all the same, since the worker has the last word."""
+        self._numbers += 1
+        key, now = (request_id, self._numbers), self._clock.monotonic()
+        if self.ledger.reserve(key, plan.demands, now) is not None:
+            self.ledger.charge(key, plan.demands, now)
+        if plan.keys is not None and self._policy.name == "predicted":
+            self.index.expect(plan.placement.prefill, plan.keys.links(), now)
+        return {worker: Booked(self.ledger, key, worker, self._clock) for worker in plan.demands}
+
+    # --- what is learned
+
+    def prefilled(
+        self, worker: str, tokens: int, times: common_pb2.StageTimes, predicted_s: float, took_s: float
+    ) -> None:
+        if not self.active:
+            return
+        cached = min(times.cached_tokens, tokens)
+        if times.prefill_s > 0:
+            self.speeds.learn_prefill(worker, tokens - cached, cached, times.prefill_s)
+        if predicted_s > 0:
+            self.speeds.ttft_error.learn(predicted_s, took_s)
+
+    def handed_over(self, source: str, target: str, times: common_pb2.StageTimes) -> None:
+        if self.active and times.transfer_s > 0:
+            self.speeds.learn_transfer(source, target, float(times.transfer_bytes), times.transfer_s)
+
+    def decoded(self, worker: str, prompt: int, tokens: int, times: common_pb2.StageTimes) -> None:
+        """tokens: generated by this leg; its steps were shared with whoever decodes there now, roughly."""
+        if not self.active:
+            return
+        self.speeds.output.learn(prompt, tokens)
+        view = self.ledger.view(worker)
+        if view is not None and tokens > 1 and times.decode_s > 0:
+            self.speeds.learn_step(worker, max(view.decoding, 1), view.context_tokens, times.decode_s / (tokens - 1))
+
+    # --- caches
+
+    async def _listen(self, worker: Worker) -> None:
+        """Follow the worker's cache for ever; after a gap or a new life, from a snapshot."""
+        while True:
+            epoch, sequence = self.index.position(worker.id)
+            try:
+                async for batch in worker.cache_events(epoch, sequence):
+                    if not self.index.apply(worker.id, _batch(batch)):
+                        self._gaps.inc()
+                        break
+                else:
+                    await asyncio.sleep(RETRY_S)
+            except (grpc.RpcError, PdserveError) as exc:
+                _log.debug("cache_feed_lost", worker=worker.id, reason=type(exc).__name__)
+                await asyncio.sleep(RETRY_S)
+
+
+def _made(name: str, speeds: Speeds) -> Policy:
+    policies: dict[str, Callable[[], Policy]] = {
+        "round_robin": RoundRobin,
+        "power_of_two": PowerOfTwo,
+        "session_affinity": SessionAffinity,
+        "dynamo": Dynamo,
+        "sgl": Sgl,
+        "predicted": lambda: Predicted(speeds),
+        "least_load": RoundRobin,  # not asked: `policy` decides
+    }
+    return policies[name]()
+
+
+def _keys_of(request: RequestView) -> PromptKeys | None:
+    return request.keys if isinstance(request.keys, PromptKeys) else None
+
+
+def _sizes(layout: kvsource_pb2.Layout) -> tuple[float, float]:
+    """(bytes of a token's KV, bytes of a state)."""
+    paged = sum(p.units * p.layers * p.rows * p.token_bytes for p in layout.components if p.paged)
+    state = sum(p.units * p.layers * p.rows * p.tokens * p.token_bytes for p in layout.components if not p.paged)
+    return float(paged), float(state)
+
+
+def _batch(wire: worker_pb2.CacheEventBatch) -> Batch:
+    """Events of unknown kinds are kept as nothing, so that sequence numbers stay right."""
+    events = [
+        CacheEvent(_KINDS.get(event.kind, Kind.REMOVED), list(event.page_keys) if event.kind in _KINDS else (),
+                   event.tier or "device", event.state_length)
+        for event in wire.events
+    ]  # fmt: skip
+    return Batch(wire.epoch, wire.first_sequence, events, wire.snapshot, wire.snapshot_end)
