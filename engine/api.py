@@ -168,6 +168,7 @@ class EngineLoad:
     step: int
     steps_alive_at: float  # monotonic time of the loop's last turn (idle turns count): liveness
     slots_cached: int = 0
+    swapped: int = 0  # sequences put aside in host memory
 
 
 class EnginePort(Protocol):

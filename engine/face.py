@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from engine.api import EngineLoad, EnginePort, EngineRequest, Free, Mode, Needs, Refused
 from engine.meter import Meter
 from engine.plan import Logprob, SamplingParams
+from engine.tiers.stats import TierReport
 from kvtransfer.types import First, LegKey
 from protos.v1 import common_pb2
 from runtime.clock import Clock
@@ -238,7 +239,12 @@ def load_of(engine: EngineLoad, *, leases: int, quarantined_pages: int, sequence
         leases=leases,
         quarantined_pages=quarantined_pages,
         sequence=sequence,
+        swapped=engine.swapped,
     )
+
+
+def tier_load(tier: TierReport) -> common_pb2.TierLoad:
+    return common_pb2.TierLoad(**{f.name: getattr(tier, f.name) for f in fields(tier)})
 
 
 def wire_logprob(value: Logprob) -> common_pb2.TokenLogprob:

@@ -222,6 +222,7 @@ class Engine:
             slots_total=self.slots.total,
             slots_free=self.slots.available,
             slots_cached=self.slots.cached,
+            swapped=self.tiers.swapped_now if self.tiers is not None else 0,
             step=self._scheduler.step,
             steps_alive_at=self._alive_at,
         )

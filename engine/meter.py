@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from prometheus_client import Counter
+
 from protos.v1 import common_pb2
 from runtime.metrics import Metrics
 
 _STAGES = ("queue", "prefill", "handoff_wait", "transfer", "checksum", "decode")
 _GAUGES = (
     "running", "waiting", "queued_prefill_tokens", "pages_total", "pages_free", "pages_cached", "pages_reserved",
-    "slots_total", "slots_free", "leases", "quarantined_pages",
+    "slots_total", "slots_free", "leases", "quarantined_pages", "swapped",
 )  # fmt: skip
 
 
@@ -26,6 +28,14 @@ class Meter:
         self._bytes = make.counter("pdserve_worker_transfer_bytes", "Bytes read from other workers")
         self._failed = make.counter("pdserve_worker_failed_legs", "Legs that ended with an error", ["leg", "reason"])
         self._stages = make.histogram("pdserve_worker_stage_seconds", "Time of finished legs", ["leg", "stage"])
+        tier = ["tier", "direction"]
+        self._tier_bytes = make.counter("pdserve_worker_tier_bytes", "Bytes copied between tiers", tier)
+        self._tier_seconds = make.counter("pdserve_worker_tier_seconds", "Seconds those copies took", tier)
+        self._tier_hits = make.counter("pdserve_worker_tier_hit_pages", "Pages fetched for a prompt", ["tier"])
+        self._tier_pages = make.gauge("pdserve_worker_tier_pages", "Pages by owner", ["tier", "owner"])
+        self._tier_faults = make.counter("pdserve_worker_tier_faults", "Copies that failed or were found damaged")
+        self._swaps = make.counter("pdserve_worker_swaps", "Running requests put aside and taken back", ["direction"])
+        self._totals: dict[Counter, float] = {}
         self._load = {
             name: make.gauge(f"pdserve_worker_{name}", name.replace("_", " ").capitalize()) for name in _GAUGES
         }
@@ -53,3 +63,23 @@ class Meter:
     def load(self, load: common_pb2.Load) -> None:
         for name, gauge in self._load.items():
             gauge.set(getattr(load, name))
+        for tier in load.tiers:
+            self._tier(tier)
+
+    def _tier(self, tier: common_pb2.TierLoad) -> None:
+        free = tier.pages_total - tier.pages_published - tier.pages_held
+        for owner, pages in (("cache", tier.pages_published), ("held", tier.pages_held), ("free", max(free, 0))):
+            self._tier_pages.labels(tier.tier, owner).set(pages)
+        for direction in ("down", "up"):
+            self._grown(self._tier_bytes.labels(tier.tier, direction), getattr(tier, f"bytes_{direction}"))
+            self._grown(self._tier_seconds.labels(tier.tier, direction), getattr(tier, f"seconds_{direction}"))
+        self._grown(self._tier_hits.labels(tier.tier), tier.hit_pages)
+        if tier.tier == "host":
+            self._grown(self._swaps.labels("out"), tier.swapped_out)
+            self._grown(self._swaps.labels("in"), tier.swapped_in)
+            self._grown(self._tier_faults, tier.faults)
+
+    def _grown(self, counter: Counter, total: float) -> None:
+        """Bring a counter to a total that somebody else counts."""
+        counter.inc(total - self._totals.get(counter, 0))
+        self._totals[counter] = total

@@ -107,8 +107,9 @@ class NixlFile:
             state = self._agent.transfer(handle)
             until = time.monotonic() + TIMEOUT_S
             while state == "PROC" and time.monotonic() < until:
-                time.sleep(POLL_S)
                 state = self._agent.check_xfer_state(handle)
+                if state == "PROC":
+                    time.sleep(POLL_S)
         except Exception as error:
             if handle is not None:
                 handle.release()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from decode_worker.service import DecodeService
-from engine.face import Limits, Worker, load_of
+from engine.face import Limits, Worker, load_of, tier_load
 from engine.loop import Engine, EngineSpec
 from engine.meter import Meter
 from engine.runner_api import Runner
@@ -131,6 +131,13 @@ class Parts:
     def tick(self, now: float) -> None:
         self.prefill.tick(now)
         self.decode.tick(now)
+
+    def report(self) -> common_pb2.Load:
+        """load(), and what lies below the device: more than every step's message should carry."""
+        load = self.load()
+        if self.engine.tiers is not None:
+            load.tiers.extend(map(tier_load, self.engine.tiers.reports()))
+        return load
 
     def running(self) -> int:
         return self.prefill.busy() + self.decode.busy()

@@ -62,6 +62,8 @@ def row(record: registry_pb2.WorkerRecord) -> dict[str, Any]:
         "pages_cached": load.pages_cached,
         "leases": load.leases,
         "quarantined_pages": load.quarantined_pages,
+        "swapped": load.swapped,
+        "tiers": [_tier(tier) for tier in load.tiers],
         "pid": record.pid,
         "epoch": str(record.epoch),  # more than a JSON number holds
         "address": record.address,
@@ -69,6 +71,32 @@ def row(record: registry_pb2.WorkerRecord) -> dict[str, Any]:
         "node": record.node,
         "model": record.model,
     }
+
+
+def _tier(tier: common_pb2.TierLoad) -> dict[str, Any]:
+    """Bytes per second are those of the copies themselves; None before the first."""
+    return {
+        "tier": tier.tier,
+        "pages_total": tier.pages_total,
+        "pages_published": tier.pages_published,
+        "pages_held": tier.pages_held,
+        "hit_pages": tier.hit_pages,
+        "bytes_down": tier.bytes_down,
+        "bytes_up": tier.bytes_up,
+        "down_bytes_per_s": tier.bytes_down / tier.seconds_down if tier.seconds_down else None,
+        "up_bytes_per_s": tier.bytes_up / tier.seconds_up if tier.seconds_up else None,
+        "swapped_out": tier.swapped_out,
+        "swapped_in": tier.swapped_in,
+        "faults": tier.faults,
+    }
+
+
+def _tiers_line(one: dict[str, Any]) -> str:
+    parts = [
+        f"{t['tier']} {t['pages_published']}/{t['pages_total']} pages, {t['hit_pages']} hits" for t in one["tiers"]
+    ]
+    swapped = f", {one['swapped']} requests swapped out" if one["swapped"] else ""
+    return f"{one['worker']}: " + "; ".join(parts) + swapped
 
 
 def _state(record: registry_pb2.WorkerRecord) -> str:
@@ -91,3 +119,6 @@ def _print(address: str, serving: bool, rows: Sequence[dict[str, Any]]) -> None:
         values = (one["worker"], one["role"], one["state"], one["running"], one["waiting"], pages, one["pages_cached"])
         table.add_row(*map(str, (*values, one["leases"], one["pid"], one["address"], one["epoch"])))
     console.print(table)
+    for one in rows:
+        if one["tiers"]:
+            console.print(_tiers_line(one), highlight=False)

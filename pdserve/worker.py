@@ -191,7 +191,7 @@ class WorkerProcess:
         return ""
 
     def _report(self, parts: Parts) -> None:
-        self._advert.record.load.CopyFrom(parts.load())
+        self._advert.record.load.CopyFrom(parts.report())
         parts.meter.load(self._advert.record.load)
         self._advert.push()
 
@@ -232,7 +232,7 @@ class WorkerProcess:
             protocol_min=record.protocol_min,
             protocol_max=record.protocol_max,
             features=["local", "reattach", "prompt_logprobs", "stream_reserve", "cancel_choices"],
-            load=parts.load(),
+            load=parts.report(),
             draining=self._draining,
             pid=record.pid,
             transport=parts.transport.name,

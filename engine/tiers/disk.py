@@ -41,9 +41,8 @@ class Disk:
     def write(self, pairs: Sequence[Pair], puts: Sequence[Put], drops: Iterable[bytes]) -> None:
         """pairs: (file slot, host page). Dropped keys are forgotten first, the pages are published last."""
         self._journal.append((), drops)
-        for pair in pairs:
-            faults.strike("disk.write")
-            self._file.write(self._ranges([pair]))
+        faults.strike("disk.write")
+        self._file.write(self._ranges(pairs))
         faults.strike("disk.publish")
         self._journal.append(puts)
 

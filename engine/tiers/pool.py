@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,9 @@ Sums = tuple[int, ...]
 
 Pair = tuple[int, int]
 """(device item, host item)"""
+
+BLOCK_BYTES = 1 << 20
+"""Copied and summed in one go: as much as stays in a core's cache."""
 
 Table = list[tuple[int, int, int]]
 """(target address, source address, bytes)"""
@@ -99,10 +102,13 @@ class Mover:
         return [(h.base + page * h.stride, h.stride) for _, _, h in self._parts(True)]
 
     def save(self, paged: bool, pairs: Sequence[Pair]) -> list[Sums]:
-        """Device to host. The checksums of the host items."""
+        """Device to host. The checksums of the host items, each taken while its bytes are in the processor's cache."""
         faults.strike("tier.store")
-        self.copy(self._table(paged, pairs, down=True))
-        return self.sums(paged, [host for _, host in pairs])
+        sums: list[Sums] = []
+        for some in self._blocks(paged, pairs):
+            self.copy(self._table(paged, some, down=True))
+            sums += self.sums(paged, [host for _, host in some])
+        return sums
 
     def load(self, paged: bool, pairs: Sequence[Pair], sums: Sequence[Sums]) -> int:
         """Host to device, as far as the checksums agree: how many leading items are good and have been copied."""
@@ -110,10 +116,21 @@ class Mover:
         for region in self.host:
             if faults.on("tier.corrupt") is not None and pairs:
                 view(region)[pairs[-1][1], 0] ^= 0xFF
-        found = self.sums(paged, [host for _, host in pairs])
-        good = next((i for i, (a, b) in enumerate(zip(found, sums, strict=True)) if a != b), len(pairs))
-        self.copy(self._table(paged, pairs[:good], down=False))
-        return good
+        done = 0
+        for some in self._blocks(paged, pairs):
+            expected = sums[done : done + len(some)]
+            found = self.sums(paged, [host for _, host in some])
+            good = next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b), len(some))
+            self.copy(self._table(paged, some[:good], down=False))
+            done += good
+            if good < len(some):
+                break
+        return done
+
+    def _blocks(self, paged: bool, pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
+        step = max(1, BLOCK_BYTES // max(self.item_bytes(paged), 1))
+        for start in range(0, len(pairs), step):
+            yield pairs[start : start + step]
 
     def sums(self, paged: bool, items: Sequence[int]) -> list[Sums]:
         """Checksums of host items, whatever part of a page is valid."""

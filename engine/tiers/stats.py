@@ -37,3 +37,21 @@ class Counts:
         total = self.moves.setdefault((tier, direction), Moved())
         total.nbytes += nbytes
         total.seconds += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """One tier as a worker reports it; the fields of common.TierLoad."""
+
+    tier: str
+    pages_total: int
+    pages_published: int
+    pages_held: int
+    hit_pages: int
+    bytes_down: int
+    bytes_up: int
+    seconds_down: float
+    seconds_up: float
+    swapped_out: int = 0
+    swapped_in: int = 0
+    faults: int = 0

@@ -26,7 +26,7 @@ from engine.tiers.index import Entry, TierIndex
 from engine.tiers.policy import Order, Sightings
 from engine.tiers.pool import Mover, Pair, Sums
 from engine.tiers.spill import DiskTier
-from engine.tiers.stats import Counts
+from engine.tiers.stats import Counts, Moved, TierReport
 from engine.tiers.work import Job, Lane, Urgency
 from kvtransfer.types import PAGE_TOKENS
 
@@ -456,6 +456,36 @@ class Tiers:
     def _copied(self, direction: str, nbytes: int, seconds: float) -> None:
         self.costs.copied("host", direction, nbytes, seconds)
         self.counts.moved("host", direction, nbytes, seconds)
+
+    @property
+    def swapped_now(self) -> int:
+        return len(self._swapped)
+
+    def reports(self) -> list[TierReport]:
+        """One for each tier, from any thread."""
+        found = [("host", self.host, self.counts.hit_pages)]
+        if self.disk is not None:
+            found.append(("disk", self.disk.index, self.counts.disk_pages))
+        return [self._report(*one) for one in found]
+
+    def _report(self, tier: str, index: TierIndex, hits: int) -> TierReport:
+        down = self.counts.moves.get((tier, "down"), Moved())
+        up = self.counts.moves.get((tier, "up"), Moved())
+        counts = self.counts
+        return TierReport(
+            tier=tier,
+            pages_total=index.pool.total,
+            pages_published=len(index),
+            pages_held=index.pool.referenced,
+            hit_pages=hits,
+            bytes_down=down.nbytes,
+            bytes_up=up.nbytes,
+            seconds_down=down.seconds,
+            seconds_up=up.seconds,
+            swapped_out=counts.swapped_out if tier == "host" else 0,
+            swapped_in=counts.swapped_in if tier == "host" else 0,
+            faults=counts.failed + counts.corrupt,
+        )
 
     def close(self) -> None:
         """Wait for what is under way and conclude it. Idempotent."""

@@ -746,6 +746,8 @@ class Load(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     QUARANTINED_PAGES_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    SWAPPED_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     queued_prefill_tokens: _builtins.int
@@ -760,6 +762,12 @@ class Load(_message.Message):
     quarantined_pages: _builtins.int
     sequence: _builtins.int
     """grows with every report of an epoch"""
+    swapped: _builtins.int
+    """running requests that were put aside in host memory"""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierLoad]:
+        """below the device; in renewals and Describe only"""
+
     def __init__(
         self,
         *,
@@ -775,14 +783,76 @@ class Load(_message.Message):
         leases: _builtins.int = ...,
         quarantined_pages: _builtins.int = ...,
         sequence: _builtins.int = ...,
+        swapped: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___TierLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_reserved", b"pages_reserved", "pages_total", b"pages_total", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "sequence", b"sequence", "slots_free", b"slots_free", "slots_total", b"slots_total", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_reserved", b"pages_reserved", "pages_total", b"pages_total", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "sequence", b"sequence", "slots_free", b"slots_free", "slots_total", b"slots_total", "swapped", b"swapped", "tiers", b"tiers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class TierLoad(_message.Message):
+    """A worker's memory below the device, counted since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    PAGES_TOTAL_FIELD_NUMBER: _builtins.int
+    PAGES_PUBLISHED_FIELD_NUMBER: _builtins.int
+    PAGES_HELD_FIELD_NUMBER: _builtins.int
+    HIT_PAGES_FIELD_NUMBER: _builtins.int
+    BYTES_DOWN_FIELD_NUMBER: _builtins.int
+    BYTES_UP_FIELD_NUMBER: _builtins.int
+    SECONDS_DOWN_FIELD_NUMBER: _builtins.int
+    SECONDS_UP_FIELD_NUMBER: _builtins.int
+    SWAPPED_OUT_FIELD_NUMBER: _builtins.int
+    SWAPPED_IN_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """"host", "disk" """
+    pages_total: _builtins.int
+    pages_published: _builtins.int
+    """named, whoever reads them"""
+    pages_held: _builtins.int
+    """being written or read, or of swapped requests"""
+    hit_pages: _builtins.int
+    """come up because a prompt asked for them"""
+    bytes_down: _builtins.int
+    bytes_up: _builtins.int
+    seconds_down: _builtins.float
+    seconds_up: _builtins.float
+    swapped_out: _builtins.int
+    """requests; host only, as the next"""
+    swapped_in: _builtins.int
+    faults: _builtins.int
+    """copies that failed and pages whose checksum did not agree, over all tiers"""
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        pages_total: _builtins.int = ...,
+        pages_published: _builtins.int = ...,
+        pages_held: _builtins.int = ...,
+        hit_pages: _builtins.int = ...,
+        bytes_down: _builtins.int = ...,
+        bytes_up: _builtins.int = ...,
+        seconds_down: _builtins.float = ...,
+        seconds_up: _builtins.float = ...,
+        swapped_out: _builtins.int = ...,
+        swapped_in: _builtins.int = ...,
+        faults: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "faults", b"faults", "hit_pages", b"hit_pages", "pages_held", b"pages_held", "pages_published", b"pages_published", "pages_total", b"pages_total", "seconds_down", b"seconds_down", "seconds_up", b"seconds_up", "swapped_in", b"swapped_in", "swapped_out", b"swapped_out", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierLoad: _TypeAlias = TierLoad  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):

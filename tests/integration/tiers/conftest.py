@@ -1,0 +1,3 @@
+from tests.integration.pd.conftest import start
+
+__all__ = ["start"]
