@@ -261,14 +261,15 @@ class WorkerProcess:
         self._advert.push()
 
     async def _drain(self, timeout_s: float) -> None:
-        """Say so; accept until that has spread; then finish what runs and let waiting hand-offs be read."""
+        """Say so; accept until that has spread; then finish what runs and let waiting hand-offs be read. Ends early
+        when it is taken back meanwhile."""
         parts = self._parts
         assert parts is not None
         if not self._draining:
             self._mark_draining(True)
-            await self._ticking(parts, PROPAGATION_S, lambda: False)
-            parts.engine.drain(True)
-        await self._ticking(parts, timeout_s, lambda: parts.running() + parts.leases() == 0)
+            await self._ticking(parts, PROPAGATION_S, lambda: not self._draining)
+            parts.engine.drain(self._draining)
+        await self._ticking(parts, timeout_s, lambda: not self._draining or parts.running() + parts.leases() == 0)
 
     async def _ticking(self, parts: Parts, timeout_s: float, until: Callable[[], bool]) -> None:
         end = self._clock.monotonic() + timeout_s

@@ -387,6 +387,21 @@ async def test_a_second_signal_ends_a_worker_at_once(start: Start) -> None:
     assert time.monotonic() - began < 1.0
 
 
+async def test_a_drain_that_is_taken_back_before_it_has_spread_leaves_a_worker_that_serves(start: Start) -> None:
+    (d,) = await at_once(start("both"))
+    router = await Router(d, d).open()
+    long = d.admin.Drain(worker_pb2.DrainRequest(drain=True, timeout_ms=600_000))
+    async with asyncio.timeout(0.25):  # it takes 0.3 s to spread
+        while not (await d.describe()).draining:
+            pass
+    await d.admin.Drain(worker_pb2.DrainRequest(drain=False))
+    async with asyncio.timeout(5):
+        await long
+    assert not (await d.describe()).draining
+    assert len((await router.local(request([1, 2, 3]))).tokens[0]) == 8
+    await router.close()
+
+
 async def test_a_drain_asked_for_by_call_can_be_taken_back(start: Start) -> None:
     (d,) = await at_once(start("decode"))
     router = await Router(d, d).open()
