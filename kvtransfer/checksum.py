@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from kvtransfer.types import Component, Region
 
-NAME = "wsum64-v1"
 GATHER_BYTES = 1 << 20
 """Scattered items are gathered into blocks of about this size: below it the cost per numpy call shows."""
 

@@ -247,16 +247,6 @@ class Config(BaseSettings):
         changed = type(self).load({**self.model_dump(), **changes}, None) if changes else self
         return {f"{_PREFIX}{key.upper()}": _text(value) for key, value in changed} | {_FILE_ENV: ""}
 
-    def child_flags(self, **changes: Any) -> list[str]:
-        """The same as command-line flags (`--key=value`), only what differs from the defaults. Secrets are left out:
-        other users see a process's arguments."""
-        changed = type(self).load({**self.model_dump(), **changes}, None) if changes else self
-        return [
-            f"--{key.replace('_', '-')}={_text(value)}"
-            for key, value in changed.overrides().items()
-            if key not in SECRET_KEYS
-        ]
-
 
 _PREFIX = "PDSERVE_"
 _FILE_ENV = "PDSERVE_CONFIG_FILE"

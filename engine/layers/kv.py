@@ -83,9 +83,6 @@ class KvPool:
         self._rows = self.pages.view(-1, PAGE_TOKENS * shape.head_dim).view(torch.int64)
         self._cells = self.pages.view(-1, shape.head_dim).view(torch.int64)
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.pages[target].copy_(self.pages[source])
-
     def write(self, layer: int, cells: torch.Tensor, kv: torch.Tensor) -> None:
         """Store kv [T, 2 * kv_heads, head_dim] (K heads, then V heads) at cell_index() of layer 0, flattened."""
         values = kv.reshape(-1, self.shape.head_dim).view(torch.int64)

@@ -132,11 +132,6 @@ def test_a_child_process_gets_the_same_configuration_through_its_environment(tmp
     )
 
 
-def test_child_flags_hold_what_differs_from_the_defaults_and_no_secret() -> None:
-    config = Config.load({"max_n": 3, "cache_salt_secret": "hunter2", "prefix_cache": False})
-    assert config.child_flags(role="prefill") == ["--role=prefill", "--prefix-cache=false", "--max-n=3"]
-
-
 def test_a_change_for_a_child_is_validated() -> None:
     with pytest.raises(InvalidRequest, match="max_n"):
         Config().child_environment(max_n=0)
