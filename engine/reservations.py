@@ -9,6 +9,7 @@ ever) but not the other waiting ones: those are served in order.
 from __future__ import annotations
 
 import itertools
+import secrets
 from dataclasses import dataclass
 
 from engine.api import Free, Needs, Refused, Reserved
@@ -73,6 +74,7 @@ class Ledger:
         self._booked = Amount()
         self._waiting: dict[LegKey, Amount] = {}
         self._waited = Amount()
+        self._name = secrets.token_hex(4)  # a late cancel meant for this worker's earlier life must find nothing here
         self._numbers = itertools.count(1)
         self.active_batch = 0  # rows in use, kept by the scheduler
         self.active_prefill_tokens = 0  # tokens admitted requests still have to prefill, kept by the scheduler
@@ -92,7 +94,7 @@ class Ledger:
                 return Refused(never, self.free())
             if not self._fits(amount):
                 return Refused(Saturated("this worker has no room for the request now"), self.free())
-            booking = _Booking(f"r{next(self._numbers)}", key, amount, now + self._reservation_s)
+            booking = _Booking(f"{self._name}.{next(self._numbers)}", key, amount, now + self._reservation_s)
             self._bookings[booking.reservation_id] = self._by_key[key] = booking
             self._booked += amount
             return Reserved(booking.reservation_id, self._reservation_s, self.free())

@@ -43,6 +43,13 @@ def test_asking_again_for_the_same_leg_gives_the_same_booking() -> None:
     assert isinstance(lab.engine.reserve(key("a", attempt=2), Needs(48, 16)), Reserved)
 
 
+def test_a_late_cancel_for_the_life_before_a_restart_releases_nothing() -> None:
+    before, after = Lab(pages=10), Lab(pages=10)
+    old, new = book(before, "a"), book(after, "b")
+    assert not after.engine.cancel_reservation(old.reservation_id)
+    assert after.engine.cancel_reservation(new.reservation_id)
+
+
 def test_more_than_the_whole_pool_is_refused_for_ever() -> None:
     lab = Lab(pages=10)
     for needs, field in ((Needs(161), "prompt"), (Needs(16, 16, 5), "n"), (Needs(16, 16, 1, slots=1), "n")):
