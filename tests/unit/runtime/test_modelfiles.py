@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import struct
 import subprocess
 import sys
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,6 +68,27 @@ def test_the_gguf_tokenizer_gives_the_reference_tokens(smollm2: ModelFiles, refe
     ids = smollm2.encode(text, allow_special=True)
     assert ids == reference.encode(text, add_special_tokens=False)
     assert smollm2.tokenizer().decode(ids, skip_special_tokens=False) == text
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2: ModelFiles) -> None:
+    text = "".join(chr(0x80 + i * 7919 % 0x2F00) for i in range(100_000))
+    smollm2.encode("warm", allow_special=False)
+    over = threading.Event()
+    ticks: list[float] = []
+
+    def tick() -> None:
+        while not over.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.perf_counter()
+    smollm2.encode(text, allow_special=False)
+    ended = time.perf_counter()
+    over.set()
+    ticking.join()
+    inside = [began, *(t for t in ticks if began < t < ended), ended]
+    assert max(b - a for a, b in itertools.pairwise(inside)) < (ended - began) / 2
 
 
 @settings(max_examples=200, deadline=None)
