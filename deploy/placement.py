@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from runtime.addresses import is_loopback
 from runtime.config import Config
 from runtime.errors import InvalidRequest
 
@@ -158,13 +159,9 @@ def worker_env(environ: Mapping[str, str], spec: WorkerSpec, threads: int, node:
             settings[key] = f"{node}:{port_of(listen)}"
     env = child_env(environ, settings) | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     env.setdefault("UCX_MODULES", "^efa")  # the bundled efa module crashes at exit beside a system libefa
-    if _is_loopback(host_of(settings.get("listen", Config.model_fields["listen"].default))):
+    if is_loopback(host_of(settings.get("listen", Config.model_fields["listen"].default))):
         env.setdefault("UCX_NET_DEVICES", "lo")  # UCX listens on every network card, and asks nobody who he is
     return env | spec.env
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host in ("localhost", "[::1]")
 
 
 def host_of(listen: str) -> str:

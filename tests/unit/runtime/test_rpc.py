@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 
 from protos.v1 import common_pb2, kvsource_pb2, kvsource_pb2_grpc, registry_pb2, registry_pb2_grpc
 from runtime import rpc
@@ -241,6 +242,13 @@ async def test_a_bad_listen_address_is_refused(listen: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         rpc.bind(rpc.server(Config()), listen, Config())
     assert caught.value.field == "listen"
+
+
+@pytest.mark.parametrize(("listen", "said"), [("127.0.0.1:0", False), ("127.0.0.2:0", False), ("0.0.0.0:0", True)])
+async def test_a_plaintext_port_that_others_can_reach_is_said_so(listen: str, *, said: bool) -> None:
+    with structlog.testing.capture_logs() as entries:
+        rpc.bind(rpc.server(Config()), listen, Config())
+    assert ["plaintext_listener"] * said == [entry["event"] for entry in entries]
 
 
 async def test_two_servers_never_share_a_port() -> None:
