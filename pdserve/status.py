@@ -13,7 +13,7 @@ from deploy.fleet import Fleet
 from deploy.state import StateDir
 from protos.v1 import common_pb2, registry_pb2
 from runtime.config import Config
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, WorkerLost
 
 _ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode", common_pb2.ROLE_BOTH: "both"}
 COLUMNS = ("worker", "role", "state", "run", "wait", "pages free", "cached", "leases", "pid", "address", "epoch")
@@ -39,8 +39,11 @@ async def run(config: Config, router: str, as_json: bool) -> None:
     """Print the table, or a JSON object with the same. Raises the tree of runtime.errors."""
     address = router_address(config, router)
     async with Fleet(address, with_token(config, router)) as fleet:
-        workers = await fleet.workers()
-        serving = await fleet.serving()
+        try:
+            workers = await fleet.workers()
+            serving = await fleet.serving()
+        except WorkerLost as lost:
+            raise WorkerLost(f"no router answers at {address}") from lost
     rows = [row(record) for record in workers]
     if as_json:
         print(json.dumps({"router": address, "serving": serving, "workers": rows}))

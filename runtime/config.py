@@ -183,6 +183,8 @@ class Config(BaseSettings):
         tls = [bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)]
         if any(tls) and not all(tls):
             raise ValueError("tls_cert, tls_key and tls_ca go together")
+        if self.registry and not _REGISTRY.fullmatch(self.registry):
+            raise ValueError('registry must be "host:port" or "redis://host:port/database"')
         if self.chunk_tokens % 256:
             raise ValueError("chunk_tokens must be a multiple of 256")
         if self.state_interval_tokens % 16:
@@ -253,6 +255,7 @@ _FILE_ENV = "PDSERVE_CONFIG_FILE"
 _NOT_KEYS = {_FILE_ENV, "PDSERVE_FAULTS", "PDSERVE_CLIENT_KEY"}
 _SERVICE_LINK = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP)\w*)$")
 """What Kubernetes puts into every container for a Service whose name begins with "pdserve"."""
+_REGISTRY = re.compile(r"(redis|rediss|unix)://.+|[^/\s]+:\d{1,5}")
 _USERINFO = re.compile(r"//[^@/]*@")
 SECRET_KEYS = frozenset({"cache_salt_secret", "registry_token"})
 

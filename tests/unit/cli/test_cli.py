@@ -96,6 +96,12 @@ def test_without_a_cluster_the_commands_say_so(command: str, tmp_path: Path) -> 
     assert "no cluster was started here" in done.stderr
 
 
+def test_a_router_that_does_not_answer_is_named() -> None:
+    status = run_pdserve("status", "--router=127.0.0.1:1")
+    assert status.returncode == 1
+    assert "no router answers at 127.0.0.1:1" in status.stderr
+
+
 def test_help_imports_neither_torch_nor_ray() -> None:
     code = (
         "import sys; from pdserve.cli import main\n"
