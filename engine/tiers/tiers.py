@@ -27,17 +27,9 @@ from engine.tiers.policy import Order, Sightings
 from engine.tiers.pool import Mover, Pair, Sums
 from engine.tiers.spill import DiskTier
 from engine.tiers.stats import Counts, Moved, TierReport
+from engine.tiers.stores import Stores
 from engine.tiers.work import Job, Lane, Urgency
 from kvtransfer.types import PAGE_TOKENS
-
-LOOK_AHEAD = 256
-"""Idle device pages, longest unused first, that are kept ready to be dropped."""
-
-QUIET_SHARE = 8
-"""While nobody waits for room, at most one device page in so many is on its way down: they cannot be used meanwhile."""
-
-WAIT_S = 0.25
-"""An admission waits so long for pages to go down before they are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +102,22 @@ class Tiers:
         self._pages, self._slots, self._cache = pages, slots, cache
         self._mover, self._lane = mover, lane
         self._page_bytes, self._slot_bytes = mover.item_bytes(True), mover.item_bytes(False)
-        self._storing: set[bytes] = set()
         self._swapped: dict[int, Swapped] = {}
         self._loading: dict[int, Loading] = {}
         self._loaded: list[Loaded] = []
-        self._refused: set[bytes] = set()  # their store failed; tried again after one that did not
-        self._ahead: set[bytes] = set()  # device pages stored before anybody needed their room
-        self._tried: set[bytes] = set()  # stores started for the room that is being made
-        self._asked_at: float | None = None  # since when an admission waits for stores
-        self._now = now
         self._jobs = 0
+        self._stores = Stores(
+            pages,
+            cache,
+            self.host,
+            sightings,
+            mover,
+            self.counts,
+            options.queue_pages,
+            submit=lambda run, done: self._submit(Urgency.STORE, run, done),
+            published=self._publish,
+            now=now,
+        )
         self.disk: DiskTier | None = None
         cache.set_lower(self._dropped, self._below)
 
@@ -150,86 +148,25 @@ class Tiers:
 
     def store(self) -> None:
         """Start copies of idle device pages that would be evicted soon and are wanted below."""
-        if self._pages.free * 2 <= self._pages.total:
-            quiet = max(1, self._pages.total // QUIET_SHARE)
-            self._start_stores(LOOK_AHEAD, frozenset(), min(self.options.queue_pages, quiet), self._ahead)
+        self._stores.ahead()
 
     def make_room(self, count: int, keep: Collection[int], wanted: Sequence[Entry]) -> bool:
-        """Whether the `count` idle pages that are about to be evicted (none of `keep`) may go: their bytes are below,
-        or not wanted there. If not, copies are started, and this is asked again when they are done. Who has waited
-        long enough drops them. wanted: host entries that must not be pushed out by this."""
+        """See Stores.make_room. wanted: host entries that must not be pushed out by this."""
         if count <= 0 or self.options.pages == 0:
             return True
         with self.host.pool.hold([entry.page for entry in wanted]):
-            return self._make_room(count, keep)
+            return self._stores.make_room(count, keep, self.poll)
 
-    def _make_room(self, count: int, keep: Collection[int]) -> bool:
-        left = self._start_stores(count, keep, self.options.queue_pages, self._tried)
-        self.poll()
-        now = self._now()
-        if self._asked_at is None:
-            self._asked_at = now
-        if (left or self._storing) and now - self._asked_at < WAIT_S:
-            return False
-        self._asked_at = None
-        self._tried.clear()
-        return True
-
-    def _start_stores(self, count: int, keep: Collection[int], limit: int, tried: set[bytes]) -> bool:
-        """Store what is wanted of the next `count` pages, as long as no more than `limit` pages are on their way.
-        tried: keys this is not done for again, or a small host would push them out in turn for ever. Whether something
-        was left."""
-        known = (self.host, self._storing, self._refused, tried)
-        batch: list[Entry] = []
-        sources: list[int] = []
-        left = False
-        for page, key, parent in self._cache.oldest(count + len(keep)):
-            if page in keep or any(key in there for there in known) or not self.sightings.wanted(key):
-                continue
-            if len(self._storing) + len(batch) >= limit:
-                left = True
-                break
-            target = self.host.pool.allocate(1)
-            if target is None:
-                self.counts.dropped += 1
-                break
-            batch.append(Entry(key, target[0], parent, self._cache.depth(key) - 1, ()))
-            sources.append(page)
-        if batch:
-            self._store(batch, sources)
-        tried.update(entry.key for entry in batch)
-        return left
-
-    def _store(self, batch: list[Entry], sources: list[int]) -> None:
-        self._pages.share(sources)
-        self._storing.update(entry.key for entry in batch)
-        pairs = list(zip(sources, (entry.page for entry in batch), strict=True))
-
-        def done(sums: list[Sums], error: Exception | None, seconds: float) -> None:
-            self._storing.difference_update(entry.key for entry in batch)
-            self._pages.release_oldest(sources)
-            if error is None:
-                self._copied("down", len(batch) * self._page_bytes, seconds)
-                self._publish(batch, sums)
-                self._refused.clear()
-            else:
-                self.counts.failed += 1
-                self._refused.update(entry.key for entry in batch)
-            self.host.pool.release([entry.page for entry in batch])
-
-        self._submit(Urgency.STORE, lambda: self._mover.save(True, pairs), done)
-
-    def _publish(self, batch: list[Entry], sums: list[Sums]) -> None:
-        """Parents first, so that nothing enters whose parent is nowhere (it was dropped meanwhile)."""
-        for entry, found in sorted(zip(batch, sums, strict=True), key=lambda pair: pair[0].depth):
-            entry.sums = found
+    def _publish(self, batch: list[Entry], seconds: float) -> None:
+        """Parents come first, so that nothing enters whose parent is nowhere (it was dropped meanwhile)."""
+        self._copied("down", len(batch) * self._page_bytes, seconds)
+        for entry in batch:
             known = entry.parent is None or entry.parent in self._cache or bool(self._tier(entry.parent))
             on_device = entry.key in self._cache
             if known and self.host.add(entry):
                 self.counts.stored += 1
                 if not on_device:
                     self._cache.record_lower([entry.key], "host")
-
         if self.disk is not None:
             self.disk.spill([entry for entry in batch if entry.key in self.host])
 
@@ -361,7 +298,7 @@ class Tiers:
     @property
     def holds_pages(self) -> bool:
         """Device pages will come free when the copies down that are under way are done."""
-        return bool(self._storing) or any(not swapped.saved for swapped in self._swapped.values())
+        return self._stores.under_way or any(not swapped.saved for swapped in self._swapped.values())
 
     def swap_in(self, seq: int, targets: Sequence[int], slot: int) -> None:
         """Bring a swapped request back into its new pages and slot."""
@@ -392,7 +329,7 @@ class Tiers:
     def _dropped(self, keys: Sequence[bytes], pages: Sequence[int]) -> dict[bytes, str]:
         """The device cache forgets these (tail first): those that are still here. What hung on the others goes too."""
         kept = {}
-        self._ahead.difference_update(keys)
+        self._stores.forget(keys)
         for key, page in zip(keys, pages, strict=True):
             tier = self._tier(key)
             if tier:
@@ -500,7 +437,7 @@ class Tiers:
         self.host_slots.check()
         assert not self._swapped, "swapped requests are left"
         assert not self._loading, "loads are left"
-        assert not self._storing, "stores are left"
+        self._stores.check_empty()
         assert self.host.pool.referenced == 0, "host pages are still held"
         assert self.host_slots.referenced == 0, "host slots are still held"
         if self.disk is not None:

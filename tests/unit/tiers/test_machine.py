@@ -91,8 +91,8 @@ class StatefulTiersMachine(TiersMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTiers.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestSmallHost = SmallHostMachine.TestCase
-TestSmallHost.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestSmallHost.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 TestTiersWithState = StatefulTiersMachine.TestCase
-TestTiersWithState.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestTiersWithState.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
