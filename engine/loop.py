@@ -353,6 +353,8 @@ class Engine:
                 sink([event for _, event in batch])
             except Exception:  # noqa: BLE001 - the supervisor: a receiver that fails loses its own requests only
                 _log.exception("a receiver of events has failed")
+                for _, event in batch:
+                    _discard(event)
                 self._give_up({id(request): request for request, _ in batch}.values())
 
     def _give_up(self, requests: Iterable[Request]) -> None:

@@ -218,6 +218,18 @@ def test_an_engine_whose_steps_all_fail_is_dead_and_says_so_to_everybody() -> No
     engine.stop()
 
 
+@pytest.mark.parametrize("mode", [Mode.SOURCE, Mode.REMOTE])
+def test_a_receiver_that_fails_over_an_admission_does_not_keep_its_pages(mode: Mode) -> None:
+    lab = Lab()
+
+    def fail(events: Sequence[Event]) -> None:
+        raise RuntimeError("the event loop is closed")
+
+    lab.engine.submit(request("x", prompt(40), mode), fail)
+    lab.turns(4)
+    lab.engine.check_baseline()
+
+
 def test_a_receiver_that_fails_loses_its_own_requests_only() -> None:
     lab = Lab()
 
