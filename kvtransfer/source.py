@@ -5,10 +5,9 @@ a late release of an earlier attempt that frees a newer one, and a ticket that o
 
 Ownership of a hand-off's pages (its `hold`), one owner at a time:
 
-    computing, router's stream alive   the request: its deadline, fail() or release()
-    computing, router's stream lost    the lease (orphan)
-    final                              the lease; every renewal of the watching worker extends it
-    failed, released, expired          nobody: the hold is released at the transition, exactly once
+    computing                   the request: its deadline, release(), or fail(), also when its router is lost
+    final                       the lease; every renewal of the watching worker extends it
+    failed, released, expired   nobody: the hold is released at the transition, exactly once
 
 Thread-safe by one short lock, since the engine thread announces ranges while RPC handlers watch and renew; no callback
 (hold.release, a watcher's wake) runs under it. Time is the clock's monotonic seconds.
@@ -86,7 +85,6 @@ class Watch:
 class _Handoff:
     key: LegKey
     nonce: bytes
-    router_id: str
     pages: tuple[int, ...]
     token_count: int
     ready: int
@@ -116,7 +114,7 @@ class _Effects:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """computing: hand-offs whose pages their request owns; leased: those a lease owns (final, or orphaned).
+    """computing: hand-offs whose pages their request owns; leased: those a lease owns.
     pages: promised by both."""
 
     computing: int
@@ -151,7 +149,6 @@ class HandoffStore:
         token_count: int,
         ready: int,
         hold: Hold,
-        router_id: str = "",
         peer_identity: str = "",
         deadline: float = float("inf"),
     ) -> bytes:
@@ -167,7 +164,7 @@ class HandoffStore:
             if key in self._live:
                 raise InvalidRequest("this attempt has a hand-off already", reason="duplicate")
             self._live[key] = _Handoff(
-                key, nonce, router_id, tuple(pages), token_count, ready, hold, deadline
+                key, nonce, tuple(pages), token_count, ready, hold, deadline
             )  # fmt: skip
             self._ended.pop(key, None)
         return ticket
@@ -216,23 +213,6 @@ class HandoffStore:
     def release(self, key: LegKey) -> bool:
         """The router's word that nobody will read this (any more). Idempotent: False when it was over already."""
         return self._end(key, State.RELEASED, TicketInvalid("the hand-off was released"))
-
-    def orphan(self, router_id: str) -> list[LegKey]:
-        """The router's stream is lost: its computing hand-offs fall under a lease. Returns all of its live keys."""
-        now = self._clock.monotonic()
-        with self._lock:
-            mine = [h for h in self._live.values() if h.router_id == router_id]
-            for handoff in mine:
-                if handoff.lease_from is None:
-                    handoff.lease_from = now
-            return [h.key for h in mine]
-
-    def adopt(self, router_id: str) -> None:
-        """The router came back in time: what still computes belongs to its request again."""
-        with self._lock:
-            for handoff in self._live.values():
-                if handoff.router_id == router_id and handoff.state is State.COMPUTING:
-                    handoff.lease_from = None
 
     # --- the decode worker says -------------------------------------------------------------------------------
 

@@ -277,7 +277,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             token_count=leg.state_length,
             ready=event.ready,
             hold=event.hold,
-            router_id=leg.session.router_id if leg.session else "",
             deadline=leg.deadline,
         )
         ticket = prefill_pb2.TicketIssued(ticket=signed, source_address=self._worker.address)

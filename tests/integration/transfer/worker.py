@@ -148,11 +148,9 @@ class Worker:
     def key(self, request: str) -> LegKey:
         return LegKey(request, "prefill", 1)
 
-    def open(self, request: str, pages: Sequence[int], tokens: int, ready: int = 0, router: str = "router") -> bytes:
+    def open(self, request: str, pages: Sequence[int], tokens: int, ready: int = 0) -> bytes:
         hold = self.holds[request] = CountingHold()
-        return self.store.open(
-            self.key(request), pages=pages, token_count=tokens, ready=ready, hold=hold, router_id=router
-        )
+        return self.store.open(self.key(request), pages=pages, token_count=tokens, ready=ready, hold=hold)
 
     def fill(self, salt: int, items: Sequence[int], paged: bool = True) -> None:
         for rank in self.pools:

@@ -197,32 +197,6 @@ def test_a_step_of_the_wall_clock_ends_no_lease(world: World) -> None:
     assert world.store.expire() == []
 
 
-def test_a_lost_router_puts_what_computes_under_a_lease(world: World) -> None:
-    world.open(key("mine"), router_id="r1")
-    world.open(key("other"), router_id="r2")
-    assert world.store.orphan("r1") == [key("mine")]
-    world.clock.advance(LEASE_S)
-    assert world.store.expire() == [key("mine")]
-    assert world.releases(key("other")) == 0
-
-
-def test_a_router_that_comes_back_in_time_owns_its_requests_again(world: World) -> None:
-    world.open(router_id="r1")
-    world.store.orphan("r1")
-    world.store.adopt("r1")
-    world.clock.advance(2 * LEASE_S)
-    assert world.store.expire() == []
-
-
-def test_the_reader_keeps_an_orphaned_hand_off_alive(world: World) -> None:
-    watch = world.watch(world.open(router_id="r1"))
-    world.store.orphan("r1")
-    for _ in range(5):
-        world.clock.advance(LEASE_S / 2)
-        world.store.renew(READER, [watch.lease_id])
-        assert world.store.expire() == []
-
-
 # --- fences -------------------------------------------------------------------------------------------------------
 
 
@@ -382,9 +356,6 @@ def test_counts_say_what_is_computing_leased_and_how_many_pages_are_promised(wor
     world.final(key("b"))
     counts = world.store.counts()
     assert (counts.computing, counts.leased, counts.pages) == (1, 1, 2 * len(PAGES))
-    world.store.orphan("")
-    counts = world.store.counts()
-    assert (counts.computing, counts.leased, counts.pages) == (0, 2, 2 * len(PAGES))
 
 
 def test_closing_ends_every_hand_off(world: World) -> None:
