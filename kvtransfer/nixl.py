@@ -134,6 +134,7 @@ class NixlTransport:
 
     async def _call(self, work: Callable[[], Any]) -> Any:
         done: Future[Any] = Future()
+        done.set_running_or_notify_cancel()  # a caller may go at any moment; its command's end must not fail over that
         if not self._owner.submit(lambda: _complete(done, work)):
             raise TransferFailed("the transport is closed")
         return await asyncio.wrap_future(done)
@@ -147,14 +148,12 @@ class NixlTransport:
 def _complete(done: Future[Any], work: Callable[[], Any]) -> None:
     """Run a command on the owner's thread; its exception is the caller's."""
     try:
-        value = work()
+        done.set_result(work())
     except TransferFailed as error:
         done.set_exception(error)
     except Exception as error:
         log.warning("a NIXL call failed", exc_info=error)
         done.set_exception(TransferFailed(f"NIXL refused: {type(error).__name__}"))
-    else:
-        done.set_result(value)
 
 
 @dataclass(slots=True, eq=False)

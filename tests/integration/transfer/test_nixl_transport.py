@@ -77,6 +77,23 @@ async def test_connecting_twice_is_the_same_as_once(start: Start) -> None:
     await reader.transport.read(source.agent.name, reader.moves(source), soon()).result
 
 
+@pytest.mark.parametrize("works", [True, False])
+async def test_a_call_whose_caller_went_away_leaves_the_thread_alive(start: Start, *, works: bool) -> None:
+    reader, source = await start("d"), await start("p", fill=7)
+    busy = threading.Event()
+    reader.transport._owner.submit(lambda: busy.wait(10))
+    agent = source.agent if works else Agent(source.agent.name, b"nonsense")
+    connecting = asyncio.create_task(reader.transport.connect(source.incarnation, agent))
+    await asyncio.sleep(0)  # the command waits for the thread
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    busy.set()
+    async with asyncio.timeout(10):
+        await reader.transport.connect(source.incarnation, source.agent)
+        await reader.transport.read(source.agent.name, reader.moves(source), soon()).result
+    assert reader.transport.unhealthy() == ""
+
+
 async def test_a_newer_incarnation_replaces_the_older_one_which_is_not_taken_back(start: Start) -> None:
     reader, old, new = await start("d"), await start("p", 1, 1), await start("p", 2, 2)
     await reader.transport.connect(old.incarnation, old.agent)
