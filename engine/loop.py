@@ -29,7 +29,7 @@ from engine.api import (
 from engine.check import check_request
 from engine.memory import Checkpoints, Memory
 from engine.pages import PagePool, SlotPool
-from engine.plan import StepPlan
+from engine.plan import Copy, StepPlan
 from engine.prefix_cache import PrefixCache
 from engine.reservations import Ledger
 from engine.runner_api import ModelSpec, RowsFailed, Runner
@@ -40,12 +40,16 @@ from engine.tiers.build import Ways, make_tiers
 from kvtransfer.types import PAGE_TOKENS, First, LegKey, Region
 from runtime.clock import Clock
 from runtime.config import Config
-from runtime.errors import Draining, InvalidRequest, PdserveError, Saturated, WorkerLost
+from runtime.errors import Draining, InvalidRequest, PdserveError, Saturated, Unsupported, WorkerLost
 
 TICK_S = 0.25
 FAULTS_IN_A_ROW = 3
 
 _log = logging.getLogger(__name__)
+
+
+MIN_SLOTS = 2
+"""One that runs and one that is read or cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +62,33 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model: ModelSpec, config: Config) -> EngineSpec:
-        """From the configuration. Raises InvalidRequest when not even one chunk fits."""
-        tokens = config.kv_pool_tokens or config.kv_pool_bytes // model.page_bytes * PAGE_TOKENS
-        pages = tokens // PAGE_TOKENS
+        """From the configuration: slots first, pages in what they leave of kv_pool_bytes. Raises InvalidRequest when
+        not even one page fits, Unsupported when the model has no state to replay."""
+        if config.replay_ssm and not model.has_state:
+            raise Unsupported("this model has no recurrent state to replay", field="replay_ssm")
+        slots = _slots(model, config)
+        left = config.kv_pool_bytes - slots * model.slot_memory
+        given = config.kv_pool_tokens
+        pages = given // PAGE_TOKENS if given else max(left, 0) // model.page_bytes
         if pages < 1:
-            raise InvalidRequest("the KV pool is smaller than one page", field="kv_pool_bytes")
-        # As many states again as can run: sources hold theirs until they are read. The cache lives in what is idle.
-        slots = (config.state_slots or 2 * config.max_batch) + 1 if model.has_state else 0
+            raise InvalidRequest("the KV pool is smaller than one page and the state slots", field="kv_pool_bytes")
         longest = min(config.max_model_len or model.max_model_len, model.max_model_len)
         return cls(pages + 1, slots, longest)
+
+
+def _slots(model: ModelSpec, config: Config) -> int:
+    """State slots, the null one included. As many states again as can run: sources hold theirs until they are read,
+    and the cache lives in what is idle. By default not more than half of kv_pool_bytes, where that sizes the pool."""
+    if not model.has_state:
+        return 0
+    wanted = config.state_slots or 2 * config.max_batch
+    if not config.state_slots and not config.kv_pool_tokens:
+        wanted = min(wanted, max(config.kv_pool_bytes // 2 // model.slot_memory - 1, MIN_SLOTS))
+    return wanted + 1
+
+
+def _settle(runner: Runner, copy: Copy) -> None:
+    runner.run(StepPlan(0, (), (copy,)))
 
 
 class Engine:
@@ -106,6 +128,8 @@ class Engine:
             now=clock.monotonic,
             ways=ways,
         )
+        if self.model.record_bytes:
+            memory.settle = lambda copy: _settle(runner, copy)
         self.tiers = memory.tiers = below[0] if below is not None else None
         self._host = below[1] if below is not None else None
         self.states = states

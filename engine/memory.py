@@ -5,6 +5,7 @@ Torch-free. Only the engine thread calls this; counts held by leases and landing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.pages import PageHold, PagePool, SlotPool, hold_both, pages_for
@@ -47,7 +48,8 @@ class _Claim:
 
 @dataclass(slots=True)
 class Memory:
-    """states: of a model whose sequences own one slot each, else None. tiers: memory below this, if there is any."""
+    """states: of a model whose sequences own one slot each, else None. tiers: memory below this, if there is any.
+    settle: makes a copy at once, between steps, where slots hold records: what is swapped out must be whole."""
 
     pages: PagePool
     slots: SlotPool
@@ -57,6 +59,7 @@ class Memory:
     states: StateCache | None = None
     checkpoints: Checkpoints = Checkpoints()
     tiers: Tiers | None = None
+    settle: Callable[[Copy], None] | None = None
 
     @property
     def has_state(self) -> bool:
@@ -113,7 +116,7 @@ class Memory:
 
     def loaded(self, seq: Sequence, computed: int) -> None:
         """As many of its tokens are in its pages (and state) now."""
-        seq.computed = computed
+        seq.computed = seq.whole = computed
         self.publish(seq)
 
     def _claimed(self, seq: Sequence, use_cache: bool) -> _Claim | None:
@@ -170,7 +173,7 @@ class Memory:
         seq.pages = claim.hit + new[:own]
         seq.spare = [new[own + i * forked : own + (i + 1) * forked] for i in range(seq.rows - 1)]
         seq.published = len(claim.hit)
-        seq.computed = claim.start
+        seq.computed = seq.whole = claim.start
         seq.checkpoints = ()
         if self.states is None:
             return
@@ -178,7 +181,7 @@ class Memory:
         state = claim.match.state
         if state is not None:
             assert state.length == seq.computed, "a state of another length"
-            seq.pending.append((self.slots, Copy(False, state.slot, seq.slot)))
+            seq.pending.append((self.slots, Copy(False, state.slot, seq.slot, state.length, state.whole)))
             if state.page:
                 seq.pending.append((self.pages, Copy(True, state.page, seq.pages[len(claim.hit)])))
         if not seq.request.remote and self.cache.enabled:
@@ -220,7 +223,7 @@ class Memory:
         for length, slot in row.checkpoints:
             assert self.states is not None
             keys = seq.hasher.page_keys(seq.tokens)[: length // PAGE_TOKENS]
-            self.states.publish(keys, length, (), slot, 0)
+            self.states.publish(keys, length, (), slot, 0, length)
         self.drop_checkpoints(row)
 
     def drop_checkpoints(self, row: Row) -> None:
@@ -235,7 +238,7 @@ class Memory:
         keys, border = seq.full_keys(), seq.computed // PAGE_TOKENS * PAGE_TOKENS
         tail = seq.tokens[border : seq.computed]
         page = seq.pages[len(keys)] if tail else 0
-        self.states.publish(keys, seq.computed, tail, seq.slot, page)
+        self.states.publish(keys, seq.computed, tail, seq.slot, page, seq.whole)
 
     def fork(self, lead: Sequence, choice: int, seq_id: int) -> Sequence:
         """A further choice after the prompt: full pages shared, the last partial page and the slot copied by the next
@@ -252,6 +255,7 @@ class Memory:
             hasher=lead.hasher.fork(),
             phase=Phase.RUNNING,
             computed=lead.computed,
+            whole=lead.computed,
             published=lead.published,
             pages=lead.pages[:shared] + own,
         )
@@ -259,7 +263,7 @@ class Memory:
             self._copy(other, self.pages, Copy(True, lead.pages[shared], own[0]))
         if self.has_state:
             other.slot = lead.spare_slots.pop()
-            self._copy(other, self.slots, Copy(False, lead.slot, other.slot))
+            self._copy(other, self.slots, Copy(False, lead.slot, other.slot, lead.computed, lead.whole))
         return other
 
     @staticmethod
@@ -290,6 +294,8 @@ class Memory:
         """Take a running sequence's memory. Its bytes are kept below where that beats computing them again."""
         seq.lost = max(seq.lost, seq.computed)
         if self.tiers is not None and not seq.pending:
+            if seq.whole < seq.computed and self.settle is not None:
+                self.settle(Copy(False, seq.slot, seq.slot, seq.computed, seq.whole))
             self.tiers.swap_out(seq.id, seq.computed, seq.pages[: pages_for(seq.computed)], seq.slot)
         self._give_up(seq)
 
@@ -307,4 +313,4 @@ class Memory:
         if seq.slot:
             self.slots.release([seq.slot])
         seq.pending, seq.pages, seq.slot = [], [], 0
-        seq.computed = seq.published = 0
+        seq.computed = seq.whole = seq.published = 0

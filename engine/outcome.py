@@ -49,6 +49,8 @@ class Outcome:
         """One row is done: its tokens are in the state, and what it sampled is known."""
         request = seq.request
         seq.computed = row.start + len(row.tokens)
+        if row.whole < 0:
+            seq.whole = seq.computed
         self._memory.publish(seq)
         self._memory.publish_checkpoints(seq, row)
         if result.prompt:

@@ -71,6 +71,8 @@ class Row:
     none); prompt_top: alternatives wanted for each.
     checkpoints: (length, slot): the state after `length` tokens of the sequence is written to `slot` as well, in the
     same forward. start < length <= start + len(tokens), a multiple of 16; models with a state only.
+    whole: for a decode row that may leave a record instead of rewriting its state: the length at which its slot was
+    last written whole (the records since are in the slot). -1: the slot is whole, and has to be after the row.
     """
 
     seq: int
@@ -82,6 +84,7 @@ class Row:
     prompt_targets: tuple[int, ...] = ()
     prompt_top: int = 0
     checkpoints: tuple[tuple[int, int], ...] = ()
+    whole: int = -1
 
     @property
     def is_decode(self) -> bool:
@@ -90,11 +93,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy one page (paged) or slot, before the step's rows run."""
+    """Copy one page (paged) or slot, before the step's rows run.
+
+    length, whole: of a slot, the tokens in its state and the length at which it was last written whole (see Row). The
+    target is whole; the source stays as it is, or becomes whole where it is the target itself.
+    """
 
     paged: bool
     source: int
     target: int
+    length: int = 0
+    whole: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,9 @@ DETERMINISTIC_ROWS = 4
 class RunnerOptions:
     """dtype and device as torch names, or auto. max_model_len: 0 = the model's own. threads: 0 = torch's own.
 
-    compile: decode steps run in code compiled for this CPU, kept under compile_cache ("" = the user's cache folder)."""
+    compile: decode steps run in code compiled for this CPU, kept under compile_cache ("" = the user's cache folder).
+    replay_len: decode steps of recurrent layers keep records and rewrite the state once every so many; 0 = every step.
+    """
 
     dtype: str = "auto"
     device: str = "auto"
@@ -43,6 +45,7 @@ class RunnerOptions:
     deterministic: bool = False
     compile: bool = False
     compile_cache: str = ""
+    replay_len: int = 0
 
     @classmethod
     def of(cls, config: Config) -> RunnerOptions:
@@ -54,6 +57,7 @@ class RunnerOptions:
             deterministic=config.deterministic,
             compile=config.compile,
             compile_cache=config.compile_cache,
+            replay_len=config.replay_len if config.replay_ssm else 0,
         )
 
 
@@ -76,6 +80,9 @@ class TorchRunner:
     ) -> None:
         if options.compile and options.deterministic:
             raise Unsupported("compile and deterministic exclude each other", field="compile")
+        if options.replay_len and options.deterministic:
+            # when a ring is folded depends on the slot, and so do the last bits of what is read from it
+            raise Unsupported("replay_ssm and deterministic exclude each other", field="replay_ssm")
         if options.threads:
             torch.set_num_threads(options.threads)
         model = model_config(config)
@@ -91,11 +98,13 @@ class TorchRunner:
             self._model = build(
                 model, source, self._dtype, self._device, self._max_len, progress, compiled=options.compile
             )
+        self._ring = max(options.replay_len, 1)
         self._inputs = Inputs(
             self._model.groups,
             self._device,
             alone=options.deterministic,
             min_rows=DETERMINISTIC_ROWS if options.deterministic else 1,
+            ring=self._ring,
         )
         self._min_rows = DETERMINISTIC_ROWS if options.deterministic else 1
         self._pools: Pools | None = None
@@ -111,12 +120,13 @@ class TorchRunner:
             eos_token_ids=self._eos,
             dtype=str(self._dtype).removeprefix("torch."),
             device=self._device.type,
+            record_bytes=self._model.groups.state.ring_bytes(self._ring) if self._model.groups.state else 0,
         )
 
     def allocate(self, num_pages: int, num_slots: int) -> None:
         assert self._pools is None, "allocate() is called once"
         with torch.inference_mode():
-            self._pools = Pools(self._model.groups, num_pages, num_slots, self._device)
+            self._pools = Pools(self._model.groups, num_pages, num_slots, self._device, self._ring)
             if self._compile:
                 assert isinstance(self._model, LlamaModel), "build() refuses the others"
                 pages = self._pools.kv.pool.pages
@@ -136,9 +146,9 @@ class TorchRunner:
     def run(self, plan: StepPlan) -> StepResult:
         for copy in plan.copies:
             self._memory().copy(copy)
-        if not plan.rows:
-            return StepResult(plan.step)
-        results = self._run_compiled(plan.rows) if self._compiles(plan.rows) else self._run_model(plan.rows)
+        results: list[tuple[RowResult, bool]] = []
+        if plan.rows:
+            results = self._run_compiled(plan.rows) if self._compiles(plan.rows) else self._run_model(plan.rows)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         failed = tuple(r.seq for r, finite in results if not finite)

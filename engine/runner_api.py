@@ -19,6 +19,7 @@ class ModelSpec:
 
     components: what one page (paged) and one state slot (not paged) hold; no slot component = a model without state.
     max_model_len: the longest sequence in tokens, prompt and output together.
+    record_bytes: beside each slot, never moved: decode steps leave records there and rewrite the slot now and then.
     """
 
     vocab_size: int
@@ -27,6 +28,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     device: str = "cpu"
+    record_bytes: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -37,6 +39,11 @@ class ModelSpec:
     def slot_bytes(self) -> int:
         """Bytes of one state slot; 0 = the model has no recurrent state."""
         return sum(c.item_bytes for c in self.components if not c.paged)
+
+    @property
+    def slot_memory(self) -> int:
+        """Bytes a state slot takes with all that lies beside it."""
+        return self.slot_bytes + self.record_bytes
 
     @property
     def has_state(self) -> bool:

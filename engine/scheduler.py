@@ -87,7 +87,7 @@ class Scheduler:
             return
         lead = request.sequences[0]
         lead.phase = Phase.RUNNING
-        lead.computed = len(lead.tokens)
+        lead.computed = lead.whole = len(lead.tokens)
         request.remote = False
         request.prefilled = now
         self.memory.publish(lead)
@@ -331,6 +331,9 @@ class Scheduler:
 
     def _row(self, seq: Sequence, end: int) -> Row:
         start = seq.computed
+        points = self.memory.checkpoint_slots(seq, start, end) if seq.checkpoints else ()
+        recorded = seq.records and self.memory.has_state and not points
+        assert recorded or seq.whole == start, "a row that needs a whole state"
         row = Row(
             seq=seq.id,
             tokens=tuple(seq.tokens[start:end]),
@@ -340,7 +343,8 @@ class Scheduler:
             samples=self._samples(seq) if end == len(seq.tokens) else (),
             prompt_targets=self._targets(seq, start, end),
             prompt_top=seq.request.spec.sampling.prompt_top_logprobs,
-            checkpoints=self.memory.checkpoint_slots(seq, start, end) if seq.checkpoints else (),
+            checkpoints=points,
+            whole=seq.whole if recorded else -1,
         )
         self._in_flight[seq.id] = (seq, row)
         return row

@@ -83,6 +83,7 @@ class Sequence:
     published: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = 0
+    whole: int = 0  # tokens in the slot when its state was last written whole, see engine.plan.Row
     spare: list[list[int]] = field(default_factory=list)
     spare_slots: list[int] = field(default_factory=list)
     pending: list[tuple[PagePool, Copy]] = field(default_factory=list)
@@ -104,6 +105,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Only the newest token is not in the state, and it is not the first chunk of anything."""
         return len(self.tokens) - self.computed == 1 and self.computed > 0
+
+    @property
+    def records(self) -> bool:
+        """Its steps may leave records in its slot. A source's may not: its slot is read as it is."""
+        return self.decoding and self.request.decodes
 
     def need(self, headroom: int, with_slots: bool) -> Amount:
         """What admission takes, were nothing cached: known tokens, decode headroom, and all of it per choice."""

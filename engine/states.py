@@ -31,7 +31,7 @@ SAVING_WEIGHT = 1.0
 class State:
     """The state after `length` tokens: those below `key`, then `tail`. page: the partial page, 0 = on the grid.
     used: look-ups when it was last hit or made, so that states one prompt leaves are of one age.
-    below: the next shallower state of the same prefix."""
+    below: the next shallower state of the same prefix. whole: the slot's records begin there (engine.plan.Copy)."""
 
     key: bytes
     length: int
@@ -39,6 +39,7 @@ class State:
     slot: int
     page: int
     used: int
+    whole: int
     below: State | None = None
 
     @property
@@ -98,7 +99,9 @@ class StateCache:
                     return Match(pages, best)
             return Match(pages, None)
 
-    def publish(self, keys: Sequence[bytes], length: int, tail: Sequence[int], slot: int, page: int) -> bool:
+    def publish(
+        self, keys: Sequence[bytes], length: int, tail: Sequence[int], slot: int, page: int, whole: int
+    ) -> bool:
         """Make the state after `length` tokens known; keys: of the full pages below it. The caller holds counts on
         slot and page, whose content is final. False: it is known already, or the pages it hangs on are not."""
         assert length == len(keys) * PAGE_TOKENS + len(tail), "a state of another length"
@@ -111,7 +114,7 @@ class StateCache:
             if any(s.tail == tuple(tail) for s in known):
                 return False
             assert slot not in self.slots(), "a slot has one content"
-            state = State(keys[-1], length, tuple(tail), slot, page, self._looked_up)
+            state = State(keys[-1], length, tuple(tail), slot, page, self._looked_up, whole)
             state.below = self._next_below(state)
             for other in self._all():
                 if other.below is state.below and other.length > length and self._descends(other, state):

@@ -54,7 +54,7 @@ class Config(BaseSettings):
         "127.0.0.1:0", description="address of a worker's own /metrics (plain HTTP); empty = none"
     )
     kv_pool_tokens: int = Field(0, ge=0, description="room for so many tokens; 0 = from kv_pool_bytes")
-    kv_pool_bytes: int = Field(512 << 20, gt=0, description="of the KV pages of one worker")
+    kv_pool_bytes: int = Field(512 << 20, gt=0, description="of the KV pages and state slots of one worker")
     max_batch: int = Field(64, gt=0, le=4096, description="answers computed at once")
     max_batched_tokens: int = Field(2048, gt=0, description="of one step, prompts and answers together")
     chunk_tokens: int = Field(
@@ -72,6 +72,10 @@ class Config(BaseSettings):
         True, description="keep a state where a prompt leaves a path known from another request"
     )
     state_ends: bool = Field(True, description="keep the state at the end of a turn")
+    replay_ssm: bool = Field(
+        False, description="decode recurrent layers through records; saves memory traffic of large batches on a GPU"
+    )
+    replay_len: int = Field(16, ge=1, le=256, description="records of replay_ssm before a state is written again")
     transport: Literal["nixl", "inprocess"] = Field("nixl", description="how pages move; inprocess is for tests")
     max_queued_requests: int = Field(256, gt=0, description="waiting in one worker; more are refused")
 

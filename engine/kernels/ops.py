@@ -21,6 +21,7 @@ from engine.kernels import gates as _gates
 from engine.kernels import mla as _mla
 from engine.kernels import moe as _moe
 from engine.kernels import norms as _norms
+from engine.kernels import replay as _replay
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,3 +63,5 @@ route_softmax = _by_device(_moe.route_softmax)
 experts_mlp = _by_device(_moe.experts_mlp)
 rms_norm = _by_device(_norms.rms_norm)
 gated_rms_norm = _by_device(_norms.gated_rms_norm)
+replay_decode = _by_device(_replay.replay_decode)
+replay_materialise = _by_device(_replay.replay_materialise)

@@ -18,7 +18,7 @@ from engine.kernels.mla_plan import PagedPlan
 from engine.layers.kv import KvShape
 from engine.layers.latent import LatentStep
 from engine.layers.pools import Groups
-from engine.layers.state import STEADY_ROWS, LinearStep
+from engine.layers.state import STEADY_ROWS, LinearStep, records_of
 from engine.plan import Row
 from kvtransfer.types import PAGE_TOKENS
 
@@ -56,14 +56,16 @@ class Inputs:
         alone: bool,
         min_rows: int,
         pin: bool = False,
+        ring: int = 1,
     ) -> None:
         """alone: each decode row is its own group (a row then cannot depend on its neighbours). min_rows: pad a step to
-        at least so many tokens."""
+        at least so many tokens. ring: records per state slot, see StatePool."""
         self._groups = groups
         self._window = groups.window
         self._device = device
         self._alone = alone
         self._min_rows = min_rows
+        self._ring = ring
         self._buffers: dict[str, torch.Tensor] = {}
         self._triangles: dict[int, torch.Tensor] = {}
 
@@ -109,6 +111,7 @@ class Inputs:
     def _linear(self, decode: Sequence[Row], prefill: Sequence[Row]) -> LinearStep:
         assert all(r.slot > 0 for r in (*decode, *prefill)), "a state without a slot"
         assert not any(r.checkpoints for r in decode), "a decode row has no interior"
+        assert all(r.whole < 0 for r in prefill), "a chunk starts from a whole state and leaves one"
         points = [
             Checkpoint(i, length - row.start, slot) for i, row in enumerate(prefill) for length, slot in row.checkpoints
         ]
@@ -121,7 +124,13 @@ class Inputs:
             device=self._device,
         )
         slots = self._device_copy(np.array([r.slot for r in decode], dtype=np.int64))
-        return LinearStep(slots, plan, -len(decode) % STEADY_ROWS if self._alone else 0)
+        null_rows = -len(decode) % STEADY_ROWS if self._alone else 0
+        return LinearStep(slots, plan, null_rows, self._replay(decode) if self._ring > 1 else None)
+
+    def _replay(self, decode: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        held = [records_of(r.slot, r.start, r.whole, self._ring) if r.whole >= 0 else 0 for r in decode]
+        fold = [r.whole < 0 or (r.start + 1 + r.slot) % self._ring == 0 for r in decode]
+        return self._device_copy(np.array(held, dtype=np.int64)), torch.tensor(fold, device=self._device)
 
     def _flat(self, rows: Sequence[Row], count: int) -> tuple[Array, Array, Array]:
         """Token ids, positions and pages of every token, padded."""

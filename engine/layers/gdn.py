@@ -75,7 +75,7 @@ class Gdn:
         )
         g = softplus_gate(a, self._a_log, self._dt_bias)
         beta = b.float().sigmoid()
-        o = step.linear.delta(q, k, v, g, beta, state.recurrent, scale=c.key_dim**-0.5, l2norm=True)
+        o = step.linear.delta(q, k, v, g, beta, state, scale=c.key_dim**-0.5, l2norm=True)
         opened = z.reshape(len(x), c.value_heads, c.value_dim)
         y = gated_rms_norm(o, opened, self._norm, c.eps, activation="silu").flatten(1)
         return self._out.add_to(residual, y)

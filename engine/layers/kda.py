@@ -35,7 +35,9 @@ class KdaConfig:
 
     def spec(self, layers: int, dtype: torch.dtype) -> LinearSpec:
         convs = tuple(ConvPart(name, self.heads, self.head_dim) for name in "qkv")
-        return LinearSpec("kda", layers, self.heads, self.head_dim, self.head_dim, convs, self.width, dtype)
+        return LinearSpec(
+            "kda", layers, self.heads, self.head_dim, self.head_dim, convs, self.width, dtype, self.lower_bound
+        )
 
 
 class Kda:
@@ -75,7 +77,7 @@ class Kda:
         )
         forget, beta, *gate = torch.split(self._low(x), self._low_widths, -1)
         o = step.linear.delta(
-            q, k, v, self._decay(forget), beta.float().sigmoid(), state.recurrent, scale=c.head_dim**-0.5, l2norm=True
+            q, k, v, self._decay(forget), beta.float().sigmoid(), state, scale=c.head_dim**-0.5, l2norm=True
         )
         opened = self._gate(x if c.full_rank_gate else gate[0].contiguous()).view_as(o)
         return gated_rms_norm(o, opened, self._norm, c.eps, activation="sigmoid").flatten(1)

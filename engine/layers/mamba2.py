@@ -92,7 +92,7 @@ class Mamba2:
             x.view(len(h), c.heads, c.head_dim),
             g,
             dt,
-            state.recurrent,
+            state,
             scale=1.0,
             delta=False,
             skip=self._skip,

@@ -33,14 +33,14 @@ class Groups:
 
 
 class Pools:
-    """The memory of every group, allocated once."""
+    """The memory of every group, allocated once. ring: of each state slot, see StatePool."""
 
-    def __init__(self, groups: Groups, num_pages: int, num_slots: int, device: torch.device) -> None:
+    def __init__(self, groups: Groups, num_pages: int, num_slots: int, device: torch.device, ring: int = 1) -> None:
         assert groups.state is not None or num_slots <= 1, "this model has no recurrent state"
         self._components = groups.components()
         self._kv = Kv(KvPool(groups.kv, num_pages, device)) if groups.kv else None
         self._latent = LatentPool(groups.latent, num_pages, device) if groups.latent else None
-        self._state = StatePool(groups.state, num_slots, device) if groups.state else None
+        self._state = StatePool(groups.state, num_slots, device, ring) if groups.state else None
 
     @property
     def kv(self) -> Kv:
@@ -65,7 +65,7 @@ class Pools:
     def copy(self, copy: Copy) -> None:
         """Copy one page of every paged component, or one slot."""
         if not copy.paged:
-            self.state.copy_slot(copy.source, copy.target)
+            self.state.copy_slot(copy.source, copy.target, copy.length, copy.whole)
             return
         for pages in self._paged():
             pages[copy.target].copy_(pages[copy.source])

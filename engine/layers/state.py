@@ -6,6 +6,10 @@ A slot is one request's recurrent state in all such layers, as components that e
              the convolution; unit = q/k head for q and k, value head for v and x, group for B and C
 A unit's share is contiguous, so any tensor-parallel share of a slot is one byte range per component. Slot 0 is null.
 The state of a slot holds (tokens known - 1) tokens: the newest token is in no state until it is run.
+
+With replay (engine.kernels.replay) a slot also has a ring of records, in memory that is no component: it never moves.
+How many records count is no memory of its own either, it follows from lengths the plan tells (records_of), so a slot
+that was written by somebody else in between (a transfer, a prefill) has none whatever its ring holds.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from typing import Literal, TypedDict
 import torch
 
 from engine.kernels.delta_chunk_plan import ChunkPlan
-from engine.kernels.ops import conv_decode, conv_prefill, delta_chunk, delta_decode
+from engine.kernels.ops import conv_decode, conv_prefill, delta_chunk, delta_decode, replay_decode, replay_materialise
+from engine.kernels.replay import Ring, pre_decay_fits
 from kvtransfer.types import Component
 
 STEADY_ROWS = 32
@@ -37,7 +42,8 @@ class ConvPart:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """The linear layers of a model. heads: value heads; width: of the convolution."""
+    """The linear layers of a model. heads: value heads; width: of the convolution; lower_bound: of the decay's
+    logarithm, None = it has none."""
 
     kind: Kind
     layers: int
@@ -47,6 +53,17 @@ class LinearSpec:
     convs: tuple[ConvPart, ...]
     width: int
     dtype: torch.dtype
+    lower_bound: float | None = None
+
+    @property
+    def gate_dim(self) -> int:
+        """Decay rates per head."""
+        return self.key_dim if self.kind == "kda" else 1
+
+    def ring_bytes(self, length: int) -> int:
+        """Of one slot's records; none are ever held with a length of 1."""
+        floats = self.key_dim + self.value_dim + self.gate_dim
+        return self.layers * self.heads * length * floats * torch.float32.itemsize if length > 1 else 0
 
     def components(self) -> tuple[Component, ...]:
         recurrent = Component(
@@ -76,16 +93,27 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """One layer's views of the pool: recurrent [slot, HV, V, K], convs [slot, unit, channels, rows] in spec order."""
+    """One layer's views of the pool: recurrent [slot, HV, V, K], convs [slot, unit, channels, rows] in spec order;
+    ring: with replay."""
 
     recurrent: torch.Tensor
     convs: tuple[torch.Tensor, ...]
+    ring: Ring | None = None
+
+
+def records_of(slot: int, length: int, whole: int, ring: int) -> int:
+    """Records a slot holds when its state has `length` tokens and was last written whole at `whole`. A ring of `ring`
+    records is folded whenever (length + slot) is a multiple of it: often enough, and spread over a batch's steps."""
+    assert whole <= length, "a slot that is ahead of its sequence"
+    return min(length - whole, (length + slot) % ring)
 
 
 class StatePool:
-    """Owns the slots' memory: one tensor per component, in the order of the spec's components."""
+    """Owns the slots' memory: one tensor per component, in the order of the spec's components.
 
-    def __init__(self, spec: LinearSpec, num_slots: int, device: torch.device) -> None:
+    ring: records per slot, 1 = every decode step rewrites the state."""
+
+    def __init__(self, spec: LinearSpec, num_slots: int, device: torch.device, ring: int = 1) -> None:
         assert num_slots > 1, "slot 0 is null"
         shape = (num_slots, spec.heads, spec.layers, spec.value_dim, spec.key_dim)
         self.spec = spec
@@ -96,9 +124,21 @@ class StatePool:
             )
             for part in spec.convs
         )
+        self._ring = ring
+        rings = self._rings(num_slots, device) if ring > 1 else [None] * spec.layers
         self._layers = [
-            LayerState(self.recurrent[:, :, i], tuple(conv[:, :, i] for conv in self.convs)) for i in range(spec.layers)
+            LayerState(self.recurrent[:, :, i], tuple(conv[:, :, i] for conv in self.convs), rings[i])
+            for i in range(spec.layers)
         ]
+
+    def _rings(self, num_slots: int, device: torch.device) -> list[Ring | None]:
+        s = self.spec
+        k, u, g = (
+            torch.zeros((s.layers, num_slots, s.heads, self._ring, size), dtype=torch.float32, device=device)
+            for size in (s.key_dim, s.value_dim, s.gate_dim)
+        )
+        fits = pre_decay_fits(self._ring, s.lower_bound)
+        return [Ring(k[i], u[i], g[i], fits) for i in range(s.layers)]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -108,10 +148,19 @@ class StatePool:
         """Of the index-th linear layer."""
         return self._layers[index]
 
-    def copy_slot(self, source: int, target: int) -> None:
+    def copy_slot(self, source: int, target: int, length: int, whole: int) -> None:
+        """The state after `length` tokens, whole, to `target`; `whole`: see records_of. source = target is allowed."""
         assert target > 0, "the null slot is never written"
-        for tensor in self.tensors:
-            tensor[target].copy_(tensor[source])
+        if target != source:
+            for tensor in self.tensors:
+                tensor[target].copy_(tensor[source])
+        records = records_of(source, length, whole, self._ring)
+        if not records:
+            return
+        at, count, to = (torch.tensor([n], device=self.recurrent.device) for n in (source, records, target))
+        for layer in self._layers:
+            assert layer.ring is not None
+            replay_materialise(layer.recurrent, layer.ring, at, count, to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +169,13 @@ class LinearStep:
     padding, which touches nothing. Made once per step for all layers.
 
     null_rows: rows on the null slot added to the decode rows, so that their number is a multiple of STEADY_ROWS.
+    replay: with rings, the decode rows' records before this token and whether they are folded now.
     """
 
     slots: torch.Tensor
     plan: ChunkPlan
     null_rows: int = 0
+    replay: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def conv(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor
@@ -145,7 +196,7 @@ class LinearStep:
         v: torch.Tensor,
         g: torch.Tensor,
         beta: torch.Tensor,
-        state: torch.Tensor,
+        state: LayerState,
         *,
         scale: float,
         l2norm: bool = False,
@@ -156,11 +207,19 @@ class LinearStep:
         at = len(self.slots)
         options = _Options(scale=scale, l2norm=l2norm, delta=delta, skip=skip)
         parts = []
-        if at:
+        if at and self.replay is not None:
+            assert state.ring is not None
+            assert not self.null_rows
+            qs, ks, vs, gs, betas = q[:at], k[:at], v[:at], g[:at], beta[:at]
+            held, fold = self.replay
+            places = (state.recurrent, state.ring, self.slots, held, fold)
+            parts.append(replay_decode(qs, ks, vs, gs, betas, *places, **options))
+        elif at:
             qs, ks, vs, gs, betas, slots = (self._full(x) for x in (q, k, v, g, beta, self.slots))
-            parts.append(delta_decode(qs, ks, vs, gs, betas, state, slots, **options)[:at])
+            parts.append(delta_decode(qs, ks, vs, gs, betas, state.recurrent, slots, **options)[:at])
         if at < len(v):
-            parts.append(delta_chunk(q[at:], k[at:], v[at:], g[at:], beta[at:], state, self.plan, **options))
+            qs, ks, vs, gs, betas = q[at:], k[at:], v[at:], g[at:], beta[at:]
+            parts.append(delta_chunk(qs, ks, vs, gs, betas, state.recurrent, self.plan, **options))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _full(self, x: torch.Tensor) -> torch.Tensor:

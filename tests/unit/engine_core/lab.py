@@ -160,7 +160,8 @@ def undisturbed(
 def move(source: Lab, target: Lab, from_pages: Admitted, to_pages: Admitted) -> None:
     """A pull: what the target lacks, pages and slots, from one engine's memory into the other's."""
     held = to_pages.ready // 16
-    for mine, theirs, paged in zip(target.memory(), source.memory(), (True, False), strict=False):
-        into = to_pages.pages[held:] if paged else to_pages.slots
-        out_of = from_pages.pages[held:] if paged else from_pages.slots
+    paged = {c.name: c.paged for c in target.engine.model.components}
+    for region, mine, theirs in zip(target.engine.regions(), target.memory(), source.memory(), strict=True):
+        into = to_pages.pages[held:] if paged[region.component] else to_pages.slots
+        out_of = from_pages.pages[held:] if paged[region.component] else from_pages.slots
         mine[list(into)] = theirs[list(out_of)]

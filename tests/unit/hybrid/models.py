@@ -221,9 +221,16 @@ def reference(name: str, seed: int = 0) -> Any:
 
 
 def runner_of(
-    name: str, *, seed: int = 0, pages: int = 64, slots: int = 9, deterministic: bool = False, dtype: str = "float32"
+    name: str,
+    *,
+    seed: int = 0,
+    pages: int = 64,
+    slots: int = 9,
+    deterministic: bool = False,
+    dtype: str = "float32",
+    replay_len: int = 0,
 ) -> TorchRunner:
-    options = RunnerOptions(dtype=dtype, device="cpu", threads=1, deterministic=deterministic)
+    options = RunnerOptions(dtype=dtype, device="cpu", threads=1, deterministic=deterministic, replay_len=replay_len)
     runner = TorchRunner(config_of(name), RandomWeights(seed), options, (2,))
     runner.allocate(pages, slots)
     return runner
@@ -263,12 +270,15 @@ class Walk:
         self.slot = slot
         self.pages = tuple(range(first_page, first_page + 24))
         self.computed = 0
+        self.whole = -1
         self.scores: list[npt.NDArray[np.float64]] = []
 
     def row(self, end: int, checkpoints: tuple[tuple[int, int], ...] = (), sample: bool = True) -> Row:
         spec = (SampleSpec(SCORED, end, 0),) if sample else ()
         run = tuple(self.tokens[self.computed : end])
-        return Row(self.slot, run, self.computed, self.pages, self.slot, spec, checkpoints=checkpoints)
+        return Row(
+            self.slot, run, self.computed, self.pages, self.slot, spec, checkpoints=checkpoints, whole=self.whole
+        )
 
     def take(self, row: Row, result: Any) -> int:
         self.computed += len(row.tokens)
@@ -293,6 +303,7 @@ class Walk:
 
     def decode(self, count: int, token: int) -> list[int]:
         """`count` greedy tokens after `token`, which was sampled last."""
+        self.whole = self.computed
         for _ in range(count):
             self.tokens.append(token)
             token = self.run(len(self.tokens))

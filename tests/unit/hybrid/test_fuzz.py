@@ -18,7 +18,7 @@ from engine.plan import Logprob, SamplingParams
 from engine.runner import RunnerOptions, TorchRunner
 from engine.weights import RandomWeights
 from kvtransfer.types import LegKey
-from tests.unit.engine_core.lab import Lab, prompt, request, undisturbed
+from tests.unit.engine_core.lab import Lab, config, prompt, request, undisturbed
 from tests.unit.hybrid.models import VOCAB, config_of, tokens_of
 
 COUNTS = st.sampled_from([1, 2, 5, 17, 33])
@@ -134,7 +134,10 @@ class Said:
 
 class Chat:
     def __init__(self, name: str, **changes: object) -> None:
-        runner = TorchRunner(config_of(name), RandomWeights(0), RunnerOptions(dtype="float32", device="cpu", threads=1))
+        cfg = config(**changes)
+        replay = cfg.replay_len if cfg.replay_ssm else 0
+        options = RunnerOptions(dtype="float32", device="cpu", threads=1, replay_len=replay)
+        runner = TorchRunner(config_of(name), RandomWeights(0), options)
         self.lab = Lab(pages=26, runner=runner, max_model_len=400, state=True, changes=changes)
         self.numbers = iter(range(10**6))
 
