@@ -197,7 +197,7 @@ class Peers:
         """The peer is gone or silent: remove its agents (which ends its reads) and shake hands anew next time."""
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
-            await self._forget(peer)
+            await asyncio.shield(self._keep(asyncio.create_task(self._forget(peer))))  # nobody comes to it again
 
     async def close(self) -> None:
         for peer in list(self._peers.values()):
@@ -214,9 +214,13 @@ class Peers:
 
     def _retire(self, peer: Peer) -> None:
         if peer.dropped and not peer.users:
-            task = asyncio.create_task(peer.channel.close(None))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._keep(asyncio.create_task(peer.channel.close(None)))
+
+    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """To its end, whoever waits for it."""
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
 
     async def _shake(self, address: str, channel: grpc.aio.Channel, timeout: float) -> Peer:
         stub: kvsource_pb2_grpc.KvSourceAsyncStub = kvsource_pb2_grpc.KvSourceStub(channel)

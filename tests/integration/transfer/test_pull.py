@@ -481,6 +481,21 @@ async def test_a_source_restarted_at_its_address_is_met_in_its_new_epoch(make: M
     assert list(wire(reader)._peers) == ["p/0/2"]
 
 
+async def test_a_pull_that_is_cancelled_while_it_forgets_a_peer_forgets_it_all_the_same(make: Make) -> None:
+    source, reader = await make("p"), await make("d")
+    await pull(reader, source, computed(source), reader.destination(MINE, TOKENS))
+    peers = reader.puller._peers
+    (peer,) = peers._peers.values()
+    peer.leases._task = asyncio.create_task(asyncio.sleep(60))
+    forgetting = asyncio.create_task(peers.drop(peer))
+    await asyncio.sleep(0)
+    forgetting.cancel()
+    await asyncio.wait([forgetting])
+    await until(lambda: not peers._closing)
+    assert forgetting.cancelled()
+    assert wire(reader)._peers == {}
+
+
 async def test_a_peer_of_another_process_is_refused_by_the_in_process_transport(make: Make) -> None:
     from kvtransfer.transport import Agent, Incarnation
 
