@@ -187,6 +187,29 @@ def cached_states(threads: int, repeat: int) -> dict[str, float]:
     }
 
 
+def long_prompt(threads: int, repeat: int) -> dict[str, float]:
+    """Time to the first token of 8,000 tokens: with the states the cache keeps written inside the forward (one, and one
+    every 1,024 tokens), and without any, taken in turn."""
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {"prefix_cache": False},
+        "last": {},
+        "interval_1024": {"state_interval_tokens": 1024},
+    }
+    engines = {name: Turns(threads, **changes) for name, changes in kinds.items()}
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for seed in range(repeat):
+        for name, turns in engines.items():
+            seconds, cached = turns.ttft(tokens(8000, 500 + seed))
+            assert cached == 0
+            times[name].append(seconds)
+    least = {name: min(found) for name, found in times.items()}
+    return {
+        "ttft_8000_ms": 1e3 * least["none"],
+        "ttft_8000_with_last_over_none": least["last"] / least["none"],
+        "ttft_8000_with_interval_over_none": least["interval_1024"] / least["none"],
+    }
+
+
 def conversation(threads: int) -> dict[str, dict[str, float]]:
     """Six conversations of four turns over two shared prefixes of 600 tokens: share of prompt tokens that came from
     the cache, and mean time to first token, for each policy."""
@@ -219,6 +242,7 @@ def main() -> None:
     args = parser.parse_args()
     report: dict[str, Any] = against_transformers(args.threads, args.prompt, args.repeat)
     report |= cached_states(args.threads, args.repeat)
+    report |= long_prompt(args.threads, args.repeat)
     report["policies"] = conversation(args.threads)
     print(json.dumps(report, indent=2))
 

@@ -10,9 +10,10 @@ from engine.api import Mode
 from engine.loop import EngineSpec
 from engine.plan import Copy, StepPlan
 from engine.runner import RunnerOptions, TorchRunner
+from engine.runner_api import ModelSpec
 from engine.weights import RandomWeights
 from runtime.config import Config
-from runtime.errors import Unsupported
+from runtime.errors import InvalidRequest, Unsupported
 from tests.unit.engine_core.lab import Lab, move, request
 from tests.unit.hybrid.models import CONFIGS, VOCAB, Walk, config_of, runner_of, slot_bytes, tokens_of
 from tests.unit.hybrid.test_fuzz import Chat, Said, agree
@@ -190,3 +191,35 @@ def test_replay_is_refused_where_it_cannot_be_honoured() -> None:
     stateless = Lab().engine.model
     with pytest.raises(Unsupported):
         EngineSpec.of(stateless, Config(replay_ssm=True))
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def sized(replay_len: int = 0, **changes: object) -> tuple[ModelSpec, EngineSpec]:
+    model = TorchRunner(
+        config_of("kimi_linear"), RandomWeights(0), RunnerOptions(device="cpu", threads=1, replay_len=replay_len)
+    ).spec()
+    return model, EngineSpec.of(model, Config(**{"max_batch": 4, **changes}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("replay_len", [0, 16])
+def test_slots_and_their_records_count_in_the_pool_like_pages(replay_len: int) -> None:
+    model, spec = sized(replay_len, kv_pool_bytes=4 << 20)
+    used = (spec.pages - 1) * model.page_bytes + spec.slots * model.slot_memory
+    assert (4 << 20) - model.page_bytes < used <= 4 << 20
+    assert spec.slots == 9
+    assert model.record_bytes == (3 * 4 * 16 * (16 + 16 + 16) * 4 if replay_len else 0)
+
+
+def test_slots_take_at_most_half_a_pool_unless_their_number_is_given() -> None:
+    model, spec = sized(kv_pool_bytes=10 * model_slot() + 1)
+    assert spec.slots == 5
+    assert spec.pages > 2
+    assert sized(kv_pool_bytes=10 * model.slot_memory, state_slots=7)[1].slots == 8
+    with pytest.raises(InvalidRequest):
+        sized(kv_pool_bytes=10 * model.slot_memory, state_slots=10)
+
+
+def model_slot() -> int:
+    return sized()[0].slot_memory

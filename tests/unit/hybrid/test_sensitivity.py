@@ -3,6 +3,7 @@ tolerance, in every family. (A fault nobody can see would make the green tests w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -78,8 +79,20 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", MODELS)
+def swap_keys_and_values(m: Memory, _: int) -> None:
+    m["kv"][2, :, :, [0, 1]] = m["kv"][2, :, :, [1, 0]]
+
+
+def swap_two_kv_layers(m: Memory, _: int) -> None:
+    m["kv"][2, :, [0, 1]] = m["kv"][2, :, [1, 0]]
+
+
+KV_FAULTS = (swap_keys_and_values, swap_two_kv_layers)
+KV_MODELS = [name for name in MODELS if not name.startswith("kimi")]
+CASES = [*itertools.product(MODELS, FAULTS), *itertools.product(KV_MODELS, KV_FAULTS)]
+
+
+@pytest.mark.parametrize(("name", "fault"), CASES)
 def test_a_fault_in_what_is_kept_shows_in_the_scores(name: str, fault: Callable[[Memory, int], None]) -> None:
     runner = runner_of(name)
     tokens = tokens_of(60)
