@@ -2,6 +2,9 @@
 
 python -m bench.router [--json] [--model smollm2] [--seconds 4]
 
+CPU seconds are worth less on a machine whose caches and cores others use: `ref_us` is what tokenizing the prompt costs
+in CPU time just before and after, a tenth or so of a short request. Compare figures at equal ref_us only.
+
 Rendering, tokenizing, routing, reserving, streaming and formatting included. Router, workers and load generator are
 three processes; only the router's CPU time is counted (all its threads, from /proc). Short replies have 4 tokens,
 streams 64, one per engine step. `shared` streams: four tokens of a step share a message, as under load.
@@ -21,7 +24,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench._http_load import QUESTION
 from runtime.config import Config
+from runtime.modelfiles import ModelFiles
 
 CASES = (("short", 1, 64), ("short", 1, 256), ("stream", 1, 64), ("stream", 1, 256), ("stream", 4, 256))
 LATENCY_CASE = ("short", 1, 16)
@@ -84,19 +89,38 @@ def _until_ready(http: str, model: str) -> None:
     raise RuntimeError("the router did not become ready")
 
 
+class Reference:
+    """CPU microseconds of tokenizing the prompt once, here and now."""
+
+    def __init__(self, model: str) -> None:
+        self._files = ModelFiles.open(model)
+        self.us()  # the tokenizer's own cache is warm from here on
+
+    def us(self) -> float:
+        started, count = time.process_time(), 300
+        for _ in range(count):
+            self._files.encode(QUESTION, allow_special=True)
+        return (time.process_time() - started) / count * 1e6
+
+
 def measure(model: str, mode: str, per_step: int, concurrency: int, seconds: float) -> dict[str, Any]:
     with ExitStack() as stack:
         pid, http, grpc = stack.enter_context(router(model))
         stack.enter_context(workers(grpc, model, per_step))
         _until_ready(http, model)
         load(http, model, mode, concurrency, 1.0)  # caches and connections are warm
+        reference = Reference(model)
+        around = [reference.us()]
         before = cpu_s(pid)
         seen = load(http, model, mode, concurrency, seconds)
         used = cpu_s(pid) - before
+        around.append(reference.us())
     return {
         "case": mode if per_step == 1 else f"{mode} ({per_step} tokens a step)",
         "concurrency": concurrency,
         "requests_per_cpu_s": seen["requests"] / used,
+        "cpu_us": 1e6 * used / max(seen["requests"], 1),
+        "ref_us": sum(around) / len(around),
         "cpu_share": used / seen["seconds"],
         **seen,
     }
@@ -112,11 +136,12 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps({"rows": rows}))
         return int(any(row["failed"] for row in rows))
-    print(f"{'case':<26}{'conc.':>6}{'req/CPU-s':>11}{'req/s':>8}{'p50 ms':>9}{'p99 ms':>9}{'failed':>8}")
+    print(f"{'case':<26}{'conc.':>6}{'req/CPU-s':>11}{'req/s':>8}{'p50 ms':>9}{'p99 ms':>9}{'failed':>8}{'ref us':>8}")
     for row in rows:
         print(
             f"{row['case']:<26}{row['concurrency']:>6}{row['requests_per_cpu_s']:>11.0f}"
-            f"{row['requests'] / row['seconds']:>8.0f}{row['p50_ms']:>9.2f}{row['p99_ms']:>9.2f}{row['failed']:>8}"
+            f"{row['requests'] / row['seconds']:>8.0f}{row['p50_ms']:>9.2f}{row['p99_ms']:>9.2f}"
+            f"{row['failed']:>8}{row['ref_us']:>8.0f}"
         )
     return int(any(row["failed"] for row in rows))
 

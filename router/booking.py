@@ -178,7 +178,8 @@ class Booking:
             except Saturated:
                 if self._now() >= end:
                     raise
-            await _soon(change)
+            left = end - self._now()
+            await _soon(change, min(LOOK_AGAIN_S, left) if left > 0 else LOOK_AGAIN_S)
 
     def _anybody(self, wish: Wish) -> bool:
         """Somebody is there who could take it at some time."""
@@ -232,6 +233,8 @@ class Booking:
     def _states(self) -> list[policy.WorkerState]:
         """The fleet, without those whose breaker is open; if that leaves a role empty, with them."""
         states = self._fleet.states()
+        if self.breakers.quiet:
+            return states
         now = self._now()
         closed = [state for state in states if self.breakers.allow(state.worker_id, state.role, now)]
         if len(closed) == len(states) or not policy.serves(states):
@@ -245,9 +248,9 @@ class Booking:
         return self._clock.monotonic()
 
 
-async def _soon(change: asyncio.Event) -> None:
+async def _soon(change: asyncio.Event, seconds: float = LOOK_AGAIN_S) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LOOK_AGAIN_S):
+        async with asyncio.timeout(seconds):
             await change.wait()
 
 

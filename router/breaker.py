@@ -112,12 +112,30 @@ class Breakers:
     def __init__(self, config: Config | None = None) -> None:
         self._config = config or Config()
         self._breakers: dict[tuple[str, str], Breaker] = {}
+        self._open: set[tuple[str, str]] = set()
 
     def of(self, worker: str, leg: str) -> Breaker:
         return self._breakers.setdefault((worker, leg), Breaker(self._config))
 
+    @property
+    def quiet(self) -> bool:
+        """All are closed: nobody need be asked."""
+        return not self._open
+
+    def heard(self, worker: str, leg: str, key: Hashable, result: Result, now: float) -> None:
+        """How a leg went."""
+        breaker = self.of(worker, leg)
+        breaker.heard(key, result, now)
+        if result is not Result.NEUTRAL:
+            if breaker.state(now) is State.CLOSED:
+                self._open.discard((worker, leg))
+            else:
+                self._open.add((worker, leg))
+
     def allow(self, worker: str, role: Role, now: float) -> bool:
         """Whether the legs of a worker of this role may be sent there."""
+        if not self._open:
+            return True
         legs = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode",)}.get(role, ("prefill", "decode"))
         known = [self._breakers.get((worker, leg)) for leg in legs]
         return all(breaker is None or breaker.allows(now) for breaker in known)
@@ -126,6 +144,7 @@ class Breakers:
         """A new epoch starts with a clean record."""
         for key in [key for key in self._breakers if key[0] == worker]:
             del self._breakers[key]
+            self._open.discard(key)
 
 
 def result_of(error: PdserveError | None) -> Result:

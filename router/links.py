@@ -374,9 +374,9 @@ def _is_gone(exc: grpc.aio.AioRpcError) -> bool:
 
 def split_tokens(work: common_pb2.WorkRequest) -> Iterator[common_pb2.TokenChunk]:
     """Leave the first part of the tokens in `work` and yield the rest, so that no message passes 1 MiB."""
-    tokens = list(work.tokens)
-    if len(tokens) <= TOKENS_PER_MESSAGE:
+    if len(work.tokens) <= TOKENS_PER_MESSAGE:
         return
+    tokens = list(work.tokens)
     del work.tokens[TOKENS_PER_MESSAGE:]
     work.more_tokens = True
     for offset in range(TOKENS_PER_MESSAGE, len(tokens), TOKENS_PER_MESSAGE):

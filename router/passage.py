@@ -354,14 +354,17 @@ class Passage(Seats):
         if leg is not None:
             if not heard:
                 self._heard(leg, error)
-            self.blame(leg)
+            self._blame(leg, error)
         self.close("failed")
         self.owner.failed(self, error, lost)
 
-    def blame(self, leg: PrefillLeg | DecodeLeg) -> None:
-        self._avoid = self._avoid | {leg.name: self._avoid.get(leg.name, frozenset()) | {leg.worker.id}}
-        if self.local:
-            self._avoid |= {"prefill": self._avoid.get("prefill", frozenset()) | {leg.worker.id}}
+    def _blame(self, leg: PrefillLeg | DecodeLeg, error: PdserveError) -> None:
+        """Who should not be given this request again. Pages that are lost are their source's fault, whoever says so."""
+        if isinstance(error, KvLost) and self.prefill is not None:
+            leg = self.prefill
+        names = ("prefill", "decode") if self.local else (leg.name,)
+        for name in names:
+            self._avoid = self._avoid | {name: self._avoid.get(name, frozenset()) | {leg.worker.id}}
 
     @property
     def avoid(self) -> dict[str, frozenset[str]]:

@@ -20,6 +20,7 @@ BEAT_S = 0.02
 SAMPLE_S = 0.05
 BUSY_ABOVE = 0.75
 EASY_BELOW = 0.55
+EASY_SAMPLES = 20
 LATE_S = 0.03
 """A timer this late says the same: others have the processor."""
 
@@ -29,6 +30,7 @@ class Pressure:
 
     def __init__(self) -> None:
         self.on = False
+        self._easy = 0
         self._held: dict[Callable[[], None], None] = {}
         self._beat: asyncio.TimerHandle | None = None
 
@@ -58,11 +60,14 @@ class Pressure:
                 wall, wanted = now, latest
 
     def sampled(self, share: float, late_s: float) -> None:
-        """With a gap between on and off, so that it does not flap."""
+        """On at once; off only after a while of ease, since sharing chunks is what brings the ease about."""
         if share > BUSY_ABOVE or late_s > LATE_S:
-            self.on = True
-        elif share < EASY_BELOW:
-            self.on = False
+            self.on, self._easy = True, 0
+        elif share >= EASY_BELOW:
+            self._easy = 0
+        else:
+            self._easy += 1
+            self.on = self.on and self._easy < EASY_SAMPLES
 
 
 def _wanted_s() -> float:

@@ -182,7 +182,7 @@ class Seats:
     def _heard(self, leg: PrefillLeg | DecodeLeg, error: PdserveError | None) -> None:
         """How a leg went, to its breaker."""
         leg.heard = True
-        self.shared.booking.breakers.of(leg.worker.id, leg.name).heard(leg.key, result_of(error), self._now())
+        self.shared.booking.breakers.heard(leg.worker.id, leg.name, leg.key, result_of(error), self._now())
 
     def _left(self) -> int:
         """Tokens that may still be made, per choice."""

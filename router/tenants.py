@@ -23,6 +23,7 @@ from runtime.config import Config
 from runtime.errors import InvalidRequest, QuotaExceeded, Saturated, Unauthenticated
 
 RETRY_AFTER_MS = 1000
+MAX_KNOWN_SALTS = 4096
 _EMPTY = hashlib.sha256(b"").hexdigest()
 
 
@@ -92,12 +93,20 @@ class Salts:
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode() or secrets.token_bytes(32)
+        self._known: dict[tuple[str, str], bytes] = {}
 
     def of(self, tenant: Tenant, client_salt: str) -> bytes:
+        known = self._known.get((tenant.name, client_salt))
+        if known is not None:
+            return known
         message = b"".join(
             len(part).to_bytes(8, "little") + part for part in (tenant.name.encode(), client_salt.encode())
         )
-        return hmac.new(self._secret, message, hashlib.sha256).digest()
+        salt = hmac.new(self._secret, message, hashlib.sha256).digest()
+        if len(self._known) >= MAX_KNOWN_SALTS:  # clients choose theirs: start over rather than grow
+            self._known.clear()
+        self._known[(tenant.name, client_salt)] = salt
+        return salt
 
 
 class Permits:

@@ -415,3 +415,18 @@ async def test_killing_a_prefill_and_a_decode_worker_under_load_costs_no_request
         assert made.metric("pdserve_router_duplicate_terminals_total") == 0
         made.workers = [worker for worker in workers if worker not in (workers[0], workers[3])]
         await made.quiet()
+
+
+async def test_lost_pages_are_their_sources_fault_and_the_decode_worker_may_go_on() -> None:
+    workers = fleet(2, 1)  # nobody else could decode
+    async with site(*workers, settings=config()) as made:
+
+        async def lost(leg: Leg) -> None:
+            workers[2].decode = Decoding()
+            await leg.ticket.wait()
+            error = common_pb2.ErrorDetail(reason="kv_lost", message="gone", retryable=True)
+            leg.send(failed=decode_pb2.DecodeFailed(error=error, kv_lost=True))
+
+        workers[2].decode = lost
+        assert (await history(made)).texts == {0: text(40)}
+        assert [len(worker.submitted) for worker in workers[:2]] == [1, 1], "the other source computed it again"

@@ -10,7 +10,7 @@ from protos.v1 import common_pb2, decode_pb2
 from router import continuity
 from router.continuity import Piece, RetryBudget, whole
 from router.params import Params
-from router.pressure import Pressure, joined
+from router.pressure import EASY_SAMPLES, Pressure, joined
 from router.progress import GOES_ON, LENGTH, Progress
 from runtime.errors import (
     Cancelled,
@@ -133,13 +133,21 @@ def test_tokens_that_follow_each_other_become_one_and_a_gap_or_an_end_divides() 
     assert held[0] == tokens(0, 1, "a"), "what came is not changed"
 
 
-def test_pressure_comes_and_goes_with_a_gap_between() -> None:
+def test_pressure_comes_at_once_and_goes_after_a_while_of_ease() -> None:
     pressure = Pressure()
-    seen = []
-    for share, late in ((0.5, 0.0), (0.7, 0.0), (0.8, 0.0), (0.7, 0.0), (0.5, 0.0), (0.1, 0.05), (0.1, 0.0)):
-        pressure.sampled(share, late)
-        seen.append(pressure.on)
-    assert seen == [False, False, True, True, False, True, False]
+
+    def after(share: float, late_s: float = 0.0, times: int = 1) -> bool:
+        for _ in range(times):
+            pressure.sampled(share, late_s)
+        return pressure.on
+
+    assert not after(0.7, times=50)
+    assert after(0.8)
+    assert after(0.1, times=EASY_SAMPLES - 1)
+    assert after(0.7), "not easy: the count begins again"
+    assert after(0.1, times=EASY_SAMPLES - 1)
+    assert not after(0.1)
+    assert after(0.1, late_s=0.05)
 
 
 async def test_what_is_held_goes_out_once_at_the_beat_and_not_when_dropped() -> None:
