@@ -37,7 +37,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "nixl_cu13": ("kvtransfer/nixl.py",),
     "redis": ("runtime/registry/redis.py",),
     "ray": ("deploy/",),
-    "aiohttp": ("router/",),
+    "aiohttp": ("router/", "bench/"),  # bench: as a client
     "pydantic": ("router/", "runtime/config.py"),
     "pydantic_settings": ("runtime/config.py",),
     "jinja2": ("router/",),
