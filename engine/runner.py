@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from engine.flops import CountedWeights, flops_of
+from engine.heap import keep_freed_memory
 from engine.kernels.decode_cpu import MAX_ROWS, CompiledDecoder, default_cache
 from engine.layers.batch import Inputs
 from engine.layers.pools import Pools
@@ -63,6 +65,7 @@ class RunnerOptions:
 
 def load_runner(files: ModelFiles, config: Config, progress: Callable[[float], None] = lambda _: None) -> TorchRunner:
     """Open a model's weights as the configuration says. progress is called with the fraction loaded."""
+    keep_freed_memory()
     source = open_weights(Path(files.path), files.kind, files.config, config.load_format, config.seed)
     return TorchRunner(files.config, source, RunnerOptions.of(config), tuple(files.eos_token_ids), progress)
 
@@ -94,10 +97,12 @@ class TorchRunner:
         self._dtype = _dtype(options.dtype, source.dtype(), self._device)
         self._max_len = options.max_model_len or model.max_len
         self._eos = eos_token_ids
+        counted = CountedWeights(source)
         with torch.inference_mode():
             self._model = build(
-                model, source, self._dtype, self._device, self._max_len, progress, compiled=options.compile
+                model, counted, self._dtype, self._device, self._max_len, progress, compiled=options.compile
             )
+        self._flops = flops_of(config, self._model.groups, counted)
         self._ring = max(options.replay_len, 1)
         self._inputs = Inputs(
             self._model.groups,
@@ -120,6 +125,8 @@ class TorchRunner:
             eos_token_ids=self._eos,
             dtype=str(self._dtype).removeprefix("torch."),
             device=self._device.type,
+            token_flops=self._flops[0],
+            pair_flops=self._flops[1],
             record_bytes=self._model.groups.state.ring_bytes(self._ring) if self._model.groups.state else 0,
         )
 
