@@ -114,7 +114,7 @@ class Engine:
         limits = Limits(config.max_batch, config.max_batched_tokens, config.chunk_tokens, spec.max_model_len)
         states = None
         if self.model.has_state:
-            states = StateCache(self.cache, self.pages, self.slots, self.model.slot_bytes, self.model.page_bytes)
+            states = StateCache(self.cache, self.pages, self.slots, self.model)
         kept = Checkpoints(config.state_interval_tokens, config.state_junctions, config.state_ends)
         memory = Memory(self.pages, self.slots, self.cache, self._ledger, config.headroom_tokens, states, kept)
         below = make_tiers(

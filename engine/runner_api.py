@@ -19,6 +19,7 @@ class ModelSpec:
 
     components: what one page (paged) and one state slot (not paged) hold; no slot component = a model without state.
     max_model_len: the longest sequence in tokens, prompt and output together.
+    token_flops, pair_flops: of a prompt token, and of it with each token it attends to; 1 and 0 = counted in tokens.
     record_bytes: beside each slot, never moved: decode steps leave records there and rewrite the slot now and then.
     """
 
@@ -29,6 +30,8 @@ class ModelSpec:
     dtype: str = "float32"
     device: str = "cpu"
     record_bytes: int = 0
+    token_flops: float = 1.0
+    pair_flops: float = 0.0
 
     @property
     def page_bytes(self) -> int:
@@ -44,6 +47,10 @@ class ModelSpec:
     def slot_memory(self) -> int:
         """Bytes a state slot takes with all that lies beside it."""
         return self.slot_bytes + self.record_bytes
+
+    def flops(self, start: int, end: int) -> float:
+        """Of a prefill of the positions [start, end) on top of those before."""
+        return (end - start) * (self.token_flops + self.pair_flops * (start + end) / 2)
 
     @property
     def has_state(self) -> bool:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from engine.pages import PagePool, SlotPool
 from engine.prefix_cache import PrefixCache
+from engine.runner_api import ModelSpec
 from kvtransfer.types import PAGE_TOKENS
 
 SAVING_WEIGHT = 1.0
@@ -43,9 +44,9 @@ class State:
     below: State | None = None
 
     @property
-    def saved(self) -> int:
-        """Tokens a hit here need not run that one on the state below would."""
-        return self.length - (self.below.length if self.below else 0)
+    def start(self) -> int:
+        """A hit here need not run the tokens from here on to `length`: one on the state below would."""
+        return self.below.length if self.below else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,13 @@ class Match:
 
 
 class StateCache:
-    """slot_bytes, page_bytes: sizes, for the score."""
+    """model: its sizes and the work of a prefill, for the score."""
 
-    def __init__(self, cache: PrefixCache, pages: PagePool, slots: SlotPool, slot_bytes: int, page_bytes: int) -> None:
+    def __init__(self, cache: PrefixCache, pages: PagePool, slots: SlotPool, model: ModelSpec) -> None:
         self._cache = cache
         self._pages = pages
         self._slots = slots
-        self._slot_bytes, self._page_bytes = slot_bytes, page_bytes
+        self._model = model
         self._by_key: dict[bytes, list[State]] = {}
         self._by_page: dict[int, State] = {}
         self._looked_up = 0
@@ -180,8 +181,9 @@ class StateCache:
         return min(idle, key=score)
 
     def _saving(self, state: State) -> float:
-        """Prefill saved per byte: work grows with the tokens, so tokens stand for it."""
-        return state.saved / (self._slot_bytes + (self._page_bytes if state.page else 0))
+        """FLOPs of prefill saved per byte."""
+        size = self._model.slot_memory + (self._model.page_bytes if state.page else 0)
+        return self._model.flops(state.start, state.length) / size
 
     def _drop(self, state: State) -> None:
         """Forget one state. A slot or page that is still held loses its name, not its content."""
