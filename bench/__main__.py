@@ -1,6 +1,7 @@
 """`pdserve bench` and `make bench`: run one benchmark by name, or all of them, each in a process of its own.
 
-python -m bench               all, one after the other
+python -m bench               all, one after the other; one that fails or takes too long does not stop the others
+python -m bench --short       the same with few rounds
 python -m bench transfer ...  one, with its own options
 """
 
@@ -13,6 +14,14 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+LIMIT_S = 900.0
+"""Of one benchmark when all are run."""
+SHORT: dict[str, list[str]] = {
+    "engine": ["--rounds", "2", "--no-inductor"],
+    "transfer": ["--rounds", "5"],
+    "handoff": ["--rounds", "4", "--idle-seconds", "2"],
+    "router": ["--seconds", "1"],
+}
 
 
 def benchmarks() -> dict[str, str]:
@@ -33,17 +42,25 @@ def main(arguments: list[str]) -> int:
         for name, about in known.items():
             print(f"  {name:<12} {about}")
         return 0
-    if arguments and arguments[0] not in known:
+    if not arguments or arguments == ["--short"]:
+        codes = [_run(name, SHORT.get(name, []) if arguments else [], LIMIT_S) for name in known]
+        return next((code for code in codes if code), 0)
+    if arguments[0] not in known:
         print(f"no such benchmark: {arguments[0]} (there are: {', '.join(known)})", file=sys.stderr)
         return 2
-    chosen = arguments[:1] or list(known)
-    return next((code for name in chosen if (code := _run(name, arguments[1:], quiet=bool(arguments)))), 0)
+    return _run(arguments[0], arguments[1:], None)
 
 
-def _run(name: str, arguments: list[str], *, quiet: bool) -> int:
-    if not quiet:
+def _run(name: str, arguments: list[str], limit_s: float | None) -> int:
+    if limit_s:
         print(f"== {name}", file=sys.stderr, flush=True)
-    return subprocess.run([sys.executable, "-m", f"bench.{name}", *arguments], check=False).returncode
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", f"bench.{name}", *arguments], check=False, timeout=limit_s
+        ).returncode
+    except subprocess.TimeoutExpired:
+        print(f"{name} took more than {limit_s:g} s", file=sys.stderr)
+        return 124
 
 
 if __name__ == "__main__":
