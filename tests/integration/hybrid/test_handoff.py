@@ -154,3 +154,39 @@ async def test_choices_of_one_prompt_fork_state_and_pages(three: Three) -> None:
     assert moved.tokens == (await three.aggregated.local(request(tokens, **options))).tokens
     assert len({tuple(t) for t in moved.tokens}) == 3
     await baseline(three.p, three.d, three.both)
+
+
+async def test_workers_that_decode_through_records_hand_over_and_resume_as_plain_ones(tmp_path: Path) -> None:
+    """P and D with records against an aggregated worker without. The second turn resumes from an end kept with records
+    in its slot at D's side and from the prompt's end at P; greedy tokens of a model that can decide."""
+    folder = model_folder(tmp_path / "kimi_linear", "kimi_linear")
+    plain = config(folder, load_format="random", dtype="float32", max_batch=8, chunk_tokens=256)
+    records = plain.model_copy(update={"deterministic": False, "replay_ssm": True})
+    p, d, both, alone = (
+        LocalWorker(role, changed)
+        for role, changed in (("prefill", records), ("decode", records), ("both", records), ("both", plain))
+    )
+    workers = (p, d, both, alone)
+    for worker in workers:
+        await worker.start()
+    routers = [await Router(*ends).open() for ends in ((p, d), (both, both), (alone, alone))]
+    pd, recorded, reference = routers
+    try:
+        tokens = tokens_of(75, 9)
+        for turn in range(3):
+            options = {"max_tokens": 23, "logprobs": True, "top_logprobs": 20}
+            right = await reference.local(request(tokens, **options))
+            for answer in (
+                await pd.disaggregated(request(tokens, **options)),
+                await recorded.local(request(tokens, **options)),
+            ):
+                assert answer.tokens == right.tokens
+                for mine, theirs in zip(scores(answer), scores(right), strict=True):
+                    told = dict(mine)
+                    assert max(abs(told.get(t, v) - v) for t, v in theirs) <= 1e-4 * max(abs(v) for _, v in theirs)
+            tokens = [*tokens, *right.tokens[0], *tokens_of(11, turn)]
+        await baseline(*workers)
+    finally:
+        for router in routers:
+            await router.close()
+        await asyncio.gather(*(worker.stop() for worker in workers))
