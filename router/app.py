@@ -144,6 +144,7 @@ class Router:
         self.http = await self._serve_http(app, self.config.http_listen, direct)
         if separate:
             self.admin = await self._serve_http(self._face.admin_app(), self.config.admin_listen)
+        _log.info("configuration", **self.config.shown())
         _log.info("listening", http=self.http, grpc=self.grpc, admin=self.admin, model=self.front.model)
 
     async def _serve_http(

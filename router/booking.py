@@ -37,7 +37,6 @@ Attempt = Callable[[Choice, Plan | None], Awaitable[dict[str, PdserveError]]]
 """Reserve at the chosen workers. Returns the refusals by leg ("prefill", "decode"); empty = everything is booked."""
 
 Avoid = Mapping[str, frozenset[str]]
-NOBODY: Avoid = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,11 @@ class Codec:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special))
 
     async def decode_long(self, tokens: Sequence[int], *, skip_special: bool) -> str:
-        return await self._run(4 * len(tokens), partial(self.decode, tokens, skip_special=skip_special))
+        return await self._run(4 * len(tokens), partial(self._decode_apart, tokens, skip_special))
+
+    def _decode_apart(self, tokens: Sequence[int], skip_special: bool) -> str:
+        """A batch of one: unlike decode(), it lets other threads run."""
+        return str(self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special)[0])
 
     def decoder(self, *, skip_special: bool) -> Callable[[Sequence[int]], str]:
         return partial(self._tokenizer.decode, skip_special_tokens=skip_special)

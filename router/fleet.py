@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ class Fleet:
                 self.removed(old)
             self.added(record)
             return
-        worker.record = record
+        worker.heard(record)
         worker.reported(record.load)
         if worker.facts is not None:
             worker.connect(worker.facts)
@@ -162,6 +163,7 @@ class Fleet:
         """Describe, connect, wait until lost, again: until the registry says it is gone."""
         pause = RETRY_FIRST_S
         while True:
+            await worker.announced.wait()
             worker.lost.clear()
             try:
                 await self._admit(worker)
@@ -175,8 +177,12 @@ class Fleet:
             pause = min(2 * pause, RETRY_MAX_S)
 
     async def _admit(self, worker: Worker) -> None:
-        facts = await worker.describe()
         try:
+            if _elsewhere_on_loopback(worker.record):
+                raise LayoutMismatch(
+                    "a worker on another machine advertises a loopback address", reason="loopback_address"
+                )
+            facts = await worker.describe()
             if facts.worker_id != worker.id:
                 raise LayoutMismatch("another worker answers at this address", reason="worker_id_mismatch")
             self._expected.check(facts)
@@ -214,7 +220,7 @@ class Fleet:
         if worker is None or (worker.record.epoch, worker.record.address) != (record.epoch, record.address):
             return None
         del self._retired[worker.id]
-        worker.record = record
+        worker.heard(record)
         return worker
 
     async def _retire(self, worker: Worker) -> None:
@@ -238,3 +244,9 @@ class Fleet:
     def _notify(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
+
+
+def _elsewhere_on_loopback(record: registry_pb2.WorkerRecord) -> bool:
+    """Such an address reaches some process of this machine instead: T173 (vllm-project/vllm#27083)."""
+    host = record.address.rsplit(":", 1)[0].strip("[]")
+    return bool(record.node) and record.node != socket.gethostname() and (host == "::1" or host.startswith("127."))

@@ -359,7 +359,16 @@ class HttpFace:
 
 
 async def _body(request: web.Request) -> bytes:
-    """Raises aiohttp's 413 while reading, InvalidRequest when the body does not come."""
+    """Raises aiohttp's 413 while reading, InvalidRequest when the body does not come or is packed: what stops in the
+    middle could not be told from a whole body once the server library has unpacked it."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise InvalidRequest(
+            "the body must not be compressed",
+            reason="unsupported_media_type",
+            field="Content-Encoding",
+            limit="identity",
+        )
     if request.content.is_eof():  # it is here already, as for most
         return await request.read()
     try:
@@ -382,7 +391,7 @@ def _status(error: PdserveError) -> int:
     return _STATUS.get(error.reason, error.row.http_status)
 
 
-_STATUS = {"method_not_allowed": 405, "request_timeout": 408}
+_STATUS = {"method_not_allowed": 405, "request_timeout": 408, "unsupported_media_type": 415}
 
 
 def _http_error(exc: web.HTTPException, max_body: int) -> PdserveError:

@@ -67,6 +67,7 @@ class Runner(web.AppRunner):
             keepalive_timeout=HEADER_TIMEOUT_S,
             max_line_size=MAX_LINE_BYTES,
             max_field_size=MAX_HEADER_BYTES,
+            auto_decompress=False,  # packed bodies are refused; reading one to its end must not fail
         )
 
     async def _make_server(self) -> web.Server:

@@ -124,6 +124,8 @@ class Worker:
         self.idle = asyncio.Event()
         self.idle.set()
         self.lost = asyncio.Event()  # a stream is gone for good
+        self.announced = asyncio.Event()  # its record says ready: before that, asking it is a waste
+        self.heard(record)
         self._asking: set[asyncio.Future[common_pb2.ReserveReply]] = set()
         self._load = common_pb2.Load()
         self._config = config
@@ -135,6 +137,14 @@ class Worker:
         self._decode_service = DecodeService(self._channel)
         self.prefill: Link[prefill_pb2.PrefillCommand] | None = None
         self.decode: Link[decode_pb2.DecodeCommand] | None = None
+
+    def heard(self, record: registry_pb2.WorkerRecord) -> None:
+        """What the registry says of it now."""
+        self.record = record
+        if record.ready:
+            self.announced.set()
+        else:
+            self.announced.clear()
 
     @property
     def id(self) -> str:

@@ -165,6 +165,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.described = self._describe()
         self.load = common_pb2.Load(pages_free=100, pages_total=100)
         self.address = ""
+        self.advertised: dict[str, Any] = {"ready": True}  # further fields of its record
+        self.described_times = 0  # how often it had to describe itself
         self.server: grpc.aio.Server | None = None
         self.agent: RegistryAgent | None = None
         self.outboxes: list[asyncio.Queue[Any]] = []
@@ -185,6 +187,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     # Worker
 
     async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeReply:  # noqa: N802
+        self.described_times += 1
         return self.described
 
     def _describe(self) -> worker_pb2.DescribeReply:
@@ -214,7 +217,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     def record(self) -> registry_pb2.WorkerRecord:
         return registry_pb2.WorkerRecord(
-            worker_id=self.id, epoch=self.epoch, role=ROLES[self.role], address=self.address, model="oracle", ready=True
+            worker_id=self.id,
+            epoch=self.epoch,
+            role=ROLES[self.role],
+            address=self.address,
+            model="oracle",
+            **self.advertised,
         )
 
     # reservations

@@ -399,6 +399,33 @@ async def test_a_worker_that_does_not_fit_is_refused_with_a_metric(change: dict[
         assert stranger.reserved == []
 
 
+async def test_a_worker_elsewhere_that_advertises_loopback_is_refused_before_it_is_asked() -> None:
+    """Public report T173 (vllm-project/vllm#27083): the address reaches some other process of this machine."""
+    stranger = ScriptedWorker("both")
+    stranger.advertised["node"] = "another-machine"
+    async with site(stranger, wait=False) as made:
+        await until(lambda: made.metric("pdserve_router_workers_refused_total", reason="loopback_address") >= 1)
+
+        status, _, _ = await made.post("/v1/completions", BODY)
+
+        assert status == 503
+        assert stranger.described_times == 0
+
+
+async def test_a_worker_is_asked_only_when_its_record_says_ready() -> None:
+    late = ScriptedWorker("both")
+    late.advertised["ready"] = False
+    async with site(late, wait=False) as made:
+        await until(lambda: made.router.fleet.worker(late.id) is not None)
+        status, _ = await made.complete()
+        assert (status, late.described_times) == (503, 0)
+
+        late.advertise(ready=True)
+
+        await until(lambda: made.router.fleet.ready())
+        assert late.described_times == 1
+
+
 async def test_workers_of_different_layouts_are_never_paired() -> None:
     """Public report T133 (vllm-project/vllm#42895)."""
     prefill, decode = ScriptedWorker("prefill"), ScriptedWorker("decode")

@@ -154,16 +154,18 @@ async def test_tokens_cached_on_both_sides_are_counted_once(pair: Site) -> None:
     assert body["usage"]["prompt_tokens"] == 5
 
 
-async def test_a_small_body_that_unpacks_to_a_huge_one_is_refused() -> None:
-    """The limit on a body is on what it becomes (the case behind T136, vllm-project/production-stack#836)."""
+async def test_a_packed_body_is_refused_whatever_is_in_it() -> None:
+    """The limit on a body is on what it becomes (the case behind T136, vllm-project/production-stack#836), and a body
+    that does not unpack, or stops in the middle, is no fault of ours."""
     packed = zlib.compressobj(wbits=31)
     bomb = b"".join(packed.compress(b" " * (1 << 20)) for _ in range(64)) + packed.flush()
     assert len(bomb) < 100_000
     async with site(settings=config(max_body_bytes=200_000)) as made:
-        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-        async with made.http.post("/v1/completions", data=bomb, headers=headers) as response:
-            assert response.status in (400, 413, 415)
-            assert "error" in await response.json()
+        for encoding, body in (("gzip", bomb), ("gzip", b"{}"), ("gzip", bomb[:50]), ("deflate", b"{}"), ("br", b"{}")):
+            headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+            async with made.http.post("/v1/completions", data=body, headers=headers) as response:
+                assert response.status == 415
+                assert (await response.json())["error"]["param"] == "Content-Encoding"
 
 
 @pytest.mark.parametrize("field", ["bad_words", "min_tokens_to_keep", "guided_json", "api_base"])
