@@ -184,12 +184,14 @@ TABLE: dict[type[PdserveError], Row] = {
 
 
 def classes() -> dict[str, type[PdserveError]]:
-    """reason -> class, over the whole tree."""
+    """reason -> class, over the whole tree. A class without a reason of its own is its parent's business (a step
+    inside one module) and never what a peer meant."""
     found: dict[str, type[PdserveError]] = {}
     pending: list[type[PdserveError]] = [PdserveError]
     while pending:
         cls = pending.pop()
-        found[cls.reason] = cls
+        if "reason" in vars(cls):
+            found[cls.reason] = cls
         pending.extend(cls.__subclasses__())
     return found
 

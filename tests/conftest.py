@@ -6,6 +6,7 @@ import fnmatch
 import os
 import secrets
 import shlex
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,6 +30,20 @@ ALLOWED_SKIPS: dict[str, str] = {
 }
 """Tests that may be skipped, by a pattern of their id, and why. Any other skip fails: a test that does not run proves
 nothing, and nobody reads the number of skips."""
+
+
+ORDER = ("unit", "integration", "faults", "perf", "gpu")
+"""The quick ones first."""
+
+
+def pytest_configure() -> None:
+    """Whoever starts this in the background of a shell has SIGINT ignored, and every child would inherit that: the
+    tests of Ctrl-C would wait for ever."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: ORDER.index(item.path.relative_to(Path(__file__).parent).parts[0]))
 
 
 @pytest.hookimpl(hookwrapper=True)
