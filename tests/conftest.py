@@ -43,7 +43,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: ORDER.index(item.path.relative_to(Path(__file__).parent).parts[0]))
+    items.sort(
+        key=lambda item: next((place for place, name in enumerate(ORDER) if name in item.path.parts), len(ORDER))
+    )
 
 
 @pytest.hookimpl(hookwrapper=True)
