@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,20 +24,23 @@ _SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def generate(root: Path, out: Path) -> None:
-    """Run protoc over root/protos/v1/*.proto into `out`. Raises RuntimeError with protoc's status."""
-    from grpc_tools import protoc
+    """Run protoc over root/protos/v1/*.proto into `out`. Raises RuntimeError with protoc's status.
 
+    protoc is a process of its own: its extension module and NIXL's libraries end a process that loads both.
+    """
     sources = sorted(str(path.relative_to(root)) for path in (root / "protos" / "v1").glob("*.proto"))
     (out / DESCRIPTORS).parent.mkdir(parents=True, exist_ok=True)
     # The mypy plugins are scripts beside the interpreter, which need not be on PATH.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     outputs = [
         f"--python_out={out}",
         f"--grpc_python_out={out}",
         f"--mypy_out=quiet:{out}",
         f"--mypy_grpc_out=quiet:{out}",
     ]
-    status = protoc.main(["protoc", f"-I{root}", *outputs, f"--descriptor_set_out={out / DESCRIPTORS}", *sources])
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{root}", *outputs]
+    command += [f"--descriptor_set_out={out / DESCRIPTORS}", *sources]
+    status = subprocess.run(command, cwd=root, env=os.environ | {"PATH": path}, check=False).returncode
     if status:
         raise RuntimeError(f"protoc failed with status {status}")
 
