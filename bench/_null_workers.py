@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -79,7 +80,7 @@ class Describing(worker_pb2_grpc.WorkerServicer):
         await asyncio.Event().wait()
 
 
-class Stream:
+class Stream(ABC):
     """One Open call: commands in, steps out."""
 
     message: Any = None
@@ -125,8 +126,9 @@ class Stream:
         self._said.clear()
         return events
 
+    @abstractmethod
     def take(self, kind: str, command: Any) -> None:
-        raise NotImplementedError
+        """A command that is the service's own."""
 
 
 class PrefillStream(Stream):
