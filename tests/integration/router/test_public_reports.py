@@ -44,7 +44,12 @@ async def test_what_a_worker_refuses_is_one_whole_json_error_with_its_status(
         failed = {"failed": refusal if role == "prefill" else decode_pb2.DecodeFailed(error=refusal)}
         leg.send(**failed)
 
-    setattr(pair.worker(role), role, refuse)
+    async def wait(leg: Leg) -> None:
+        """No first token before the refusal: it would begin the stream, and the status could not change any more."""
+        await asyncio.Event().wait()
+
+    for leg in ("prefill", "decode"):
+        setattr(pair.worker(leg), leg, refuse if leg == role else wait)
     body = {"prompt": "hello", "max_tokens": 4, "stream": streamed}
     async with pair.http.post("/v1/completions", json=body) as response:
         raw = await response.read()
