@@ -358,6 +358,8 @@ class WorkRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     MORE_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     n: _builtins.int
     """choices; 1 when this is a continuation"""
@@ -383,6 +385,14 @@ class WorkRequest(_message.Message):
     def adapter(self) -> Global___Adapter: ...
     @_builtins.property
     def multimodal(self) -> _containers.RepeatedCompositeFieldContainer[Global___MultimodalItem]: ...
+    @_builtins.property
+    def prefix_source(self) -> Global___PrefixSource:
+        """fetch this much of the prompt's cache from there first (feature `prefix_source`)"""
+
+    @_builtins.property
+    def retention(self) -> Global___Retention:
+        """how this request's cache entries are kept (feature `retention`)"""
+
     def __init__(
         self,
         *,
@@ -400,14 +410,83 @@ class WorkRequest(_message.Message):
         priority: _builtins.int = ...,
         more_tokens: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
+        prefix_source: Global___PrefixSource | None = ...,
+        retention: Global___Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "ref", b"ref", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "prefix_source", b"prefix_source", "ref", b"ref", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "choice", b"choice", "more_tokens", b"more_tokens", "multimodal", b"multimodal", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "ref", b"ref", "remaining_ms", b"remaining_ms", "reservation_id", b"reservation_id", "salt", b"salt", "sampling", b"sampling", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "choice", b"choice", "more_tokens", b"more_tokens", "multimodal", b"multimodal", "n", b"n", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_len", b"prompt_len", "ref", b"ref", "remaining_ms", b"remaining_ms", "reservation_id", b"reservation_id", "retention", b"retention", "salt", b"salt", "sampling", b"sampling", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
+
+@_typing.final
+class PrefixSource(_message.Message):
+    """Another worker that holds the beginning of a prompt: the pages of tokens [0, tokens) and, for hybrids, a state at a
+    checkpoint not after that. Advisory: what cannot be fetched in time is computed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BUDGET_MS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    epoch: _builtins.int
+    address: _builtins.str
+    """where KvSource is served"""
+    tokens: _builtins.int
+    budget_ms: _builtins.int
+    """computing is faster than a fetch that takes longer"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        address: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        budget_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "budget_ms", b"budget_ms", "epoch", b"epoch", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
+
+@_typing.final
+class Retention(_message.Message):
+    """Hints for the cache entries of one request. They order eviction; they promise nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """entries of one session are kept and evicted together; "" = none"""
+    priority: _builtins.int
+    """higher is kept longer; 0 = normal"""
+    ttl_ms: _builtins.int
+    """after this long without use, evicted before anything else; 0 = no limit"""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "session", b"session", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
 
 @_typing.final
 class TokenChunk(_message.Message):

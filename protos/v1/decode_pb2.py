@@ -26,7 +26,7 @@ from protos.v1 import common_pb2 as protos_dot_v1_dot_common__pb2
 from protos.v1 import prefill_pb2 as protos_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/decode.proto\x12\npdserve.v1\x1a\x16protos/v1/common.proto\x1a\x17protos/v1/prefill.proto\"\xa3\x03\n\rDecodeCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12*\n\x06submit\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.DecodeSubmitH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenChunkH\x00\x12*\n\x06ticket\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.DecodeTicketH\x00\x12$\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x12\x1e\n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x0f.pdserve.v1.AckH\x00\x12-\n\x07reserve\x18\x07 \x01(\x0b\x32\x1a.pdserve.v1.ReserveRequestH\x00\x12\x42\n\x12\x63\x61ncel_reservation\x18\x08 \x01(\x0b\x32$.pdserve.v1.CancelReservationRequestH\x00\x12(\n\x05\x62\x61tch\x18\x10 \x03(\x0b\x32\x19.pdserve.v1.DecodeCommandB\t\n\x07\x63ommand\"V\n\x0c\x44\x65\x63odeSubmit\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.WorkRequest\x12\r\n\x05local\x18\x02 \x01(\x08\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\r\"]\n\x0c\x44\x65\x63odeTicket\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.AttemptRef\x12(\n\x06ticket\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.TicketIssued\"A\n\x03\x41\x63k\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.AttemptRef\x12\x15\n\rnext_sequence\x18\x02 \x03(\r\"e\n\x0c\x44\x65\x63odeEvents\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.DecodeEvent\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\xcc\x02\n\x0b\x44\x65\x63odeEvent\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.AttemptRef\x12&\n\x07welcome\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.ChoiceTokensH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x12*\n\x07handoff\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.HandoffDoneH\x00\x12*\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x18.pdserve.v1.DecodeFailedH\x00\x12,\n\x08reserved\x18\x07 \x01(\x0b\x32\x18.pdserve.v1.ReserveReplyH\x00\x42\x07\n\x05\x65vent\"\xc3\x01\n\x0c\x43hoiceTokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\x12(\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12%\n\x05times\x18\x06 \x01(\x0b\x32\x16.pdserve.v1.StageTimes\"4\n\x0bHandoffDone\x12%\n\x05times\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.StageTimes\"G\n\x0c\x44\x65\x63odeFailed\x12&\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetail\x12\x0f\n\x07kv_lost\x18\x02 \x01(\x08\x32\xe9\x01\n\x06\x44\x65\x63ode\x12?\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x18.pdserve.v1.ReserveReply\x12]\n\x11\x43\x61ncelReservation\x12$.pdserve.v1.CancelReservationRequest\x1a\".pdserve.v1.CancelReservationReply\x12?\n\x04Open\x12\x19.pdserve.v1.DecodeCommand\x1a\x18.pdserve.v1.DecodeEvents(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/decode.proto\x12\npdserve.v1\x1a\x16protos/v1/common.proto\x1a\x17protos/v1/prefill.proto\"\xcd\x03\n\rDecodeCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12*\n\x06submit\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.DecodeSubmitH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenChunkH\x00\x12*\n\x06ticket\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.DecodeTicketH\x00\x12$\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x12\x1e\n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x0f.pdserve.v1.AckH\x00\x12-\n\x07reserve\x18\x07 \x01(\x0b\x32\x1a.pdserve.v1.ReserveRequestH\x00\x12\x42\n\x12\x63\x61ncel_reservation\x18\x08 \x01(\x0b\x32$.pdserve.v1.CancelReservationRequestH\x00\x12(\n\x08handover\x18\t \x01(\x0b\x32\x14.pdserve.v1.HandoverH\x00\x12(\n\x05\x62\x61tch\x18\x10 \x03(\x0b\x32\x19.pdserve.v1.DecodeCommandB\t\n\x07\x63ommand\"V\n\x0c\x44\x65\x63odeSubmit\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.WorkRequest\x12\r\n\x05local\x18\x02 \x01(\x08\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\r\"]\n\x0c\x44\x65\x63odeTicket\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.AttemptRef\x12(\n\x06ticket\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.TicketIssued\"?\n\x08Handover\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.AttemptRef\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x82\x01\n\nHandedOver\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x13\n\x0btoken_count\x18\x02 \x01(\r\x12%\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.FirstToken\x12(\n\x06ticket\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.TicketIssued\"A\n\x03\x41\x63k\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.AttemptRef\x12\x15\n\rnext_sequence\x18\x02 \x03(\r\"e\n\x0c\x44\x65\x63odeEvents\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.DecodeEvent\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\xfb\x02\n\x0b\x44\x65\x63odeEvent\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.AttemptRef\x12&\n\x07welcome\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.ChoiceTokensH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x12*\n\x07handoff\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.HandoffDoneH\x00\x12*\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x18.pdserve.v1.DecodeFailedH\x00\x12,\n\x08reserved\x18\x07 \x01(\x0b\x32\x18.pdserve.v1.ReserveReplyH\x00\x12-\n\x0bhanded_over\x18\x08 \x01(\x0b\x32\x16.pdserve.v1.HandedOverH\x00\x42\x07\n\x05\x65vent\"\xc3\x01\n\x0c\x43hoiceTokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\x12(\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12%\n\x05times\x18\x06 \x01(\x0b\x32\x16.pdserve.v1.StageTimes\"4\n\x0bHandoffDone\x12%\n\x05times\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.StageTimes\"G\n\x0c\x44\x65\x63odeFailed\x12&\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetail\x12\x0f\n\x07kv_lost\x18\x02 \x01(\x08\x32\xe9\x01\n\x06\x44\x65\x63ode\x12?\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x18.pdserve.v1.ReserveReply\x12]\n\x11\x43\x61ncelReservation\x12$.pdserve.v1.CancelReservationRequest\x1a\".pdserve.v1.CancelReservationReply\x12?\n\x04Open\x12\x19.pdserve.v1.DecodeCommand\x1a\x18.pdserve.v1.DecodeEvents(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.decode_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODECOMMAND']._serialized_start=88
-  _globals['_DECODECOMMAND']._serialized_end=507
-  _globals['_DECODESUBMIT']._serialized_start=509
-  _globals['_DECODESUBMIT']._serialized_end=595
-  _globals['_DECODETICKET']._serialized_start=597
-  _globals['_DECODETICKET']._serialized_end=690
-  _globals['_ACK']._serialized_start=692
-  _globals['_ACK']._serialized_end=757
-  _globals['_DECODEEVENTS']._serialized_start=759
-  _globals['_DECODEEVENTS']._serialized_end=860
-  _globals['_DECODEEVENT']._serialized_start=863
-  _globals['_DECODEEVENT']._serialized_end=1195
-  _globals['_CHOICETOKENS']._serialized_start=1198
-  _globals['_CHOICETOKENS']._serialized_end=1393
-  _globals['_HANDOFFDONE']._serialized_start=1395
-  _globals['_HANDOFFDONE']._serialized_end=1447
-  _globals['_DECODEFAILED']._serialized_start=1449
-  _globals['_DECODEFAILED']._serialized_end=1520
-  _globals['_DECODE']._serialized_start=1523
-  _globals['_DECODE']._serialized_end=1756
+  _globals['_DECODECOMMAND']._serialized_end=549
+  _globals['_DECODESUBMIT']._serialized_start=551
+  _globals['_DECODESUBMIT']._serialized_end=637
+  _globals['_DECODETICKET']._serialized_start=639
+  _globals['_DECODETICKET']._serialized_end=732
+  _globals['_HANDOVER']._serialized_start=734
+  _globals['_HANDOVER']._serialized_end=797
+  _globals['_HANDEDOVER']._serialized_start=800
+  _globals['_HANDEDOVER']._serialized_end=930
+  _globals['_ACK']._serialized_start=932
+  _globals['_ACK']._serialized_end=997
+  _globals['_DECODEEVENTS']._serialized_start=999
+  _globals['_DECODEEVENTS']._serialized_end=1100
+  _globals['_DECODEEVENT']._serialized_start=1103
+  _globals['_DECODEEVENT']._serialized_end=1482
+  _globals['_CHOICETOKENS']._serialized_start=1485
+  _globals['_CHOICETOKENS']._serialized_end=1680
+  _globals['_HANDOFFDONE']._serialized_start=1682
+  _globals['_HANDOFFDONE']._serialized_end=1734
+  _globals['_DECODEFAILED']._serialized_start=1736
+  _globals['_DECODEFAILED']._serialized_end=1807
+  _globals['_DECODE']._serialized_start=1810
+  _globals['_DECODE']._serialized_end=2043
 # @@protoc_insertion_point(module_scope)

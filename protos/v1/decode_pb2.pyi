@@ -32,6 +32,7 @@ class DecodeCommand(_message.Message):
     ACK_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     CANCEL_RESERVATION_FIELD_NUMBER: _builtins.int
+    HANDOVER_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
@@ -56,6 +57,10 @@ class DecodeCommand(_message.Message):
         """not answered"""
 
     @_builtins.property
+    def handover(self) -> Global___Handover:
+        """give a running choice away (feature `handover`)"""
+
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeCommand]:
         """several commands in one message, in order (same feature); none nests another"""
 
@@ -70,13 +75,14 @@ class DecodeCommand(_message.Message):
         ack: Global___Ack | None = ...,
         reserve: _common_pb2.ReserveRequest | None = ...,
         cancel_reservation: _common_pb2.CancelReservationRequest | None = ...,
+        handover: Global___Handover | None = ...,
         batch: _abc.Iterable[Global___DecodeCommand] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "cancel_reservation", b"cancel_reservation", "command", b"command", "hello", b"hello", "reserve", b"reserve", "submit", b"submit", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "cancel_reservation", b"cancel_reservation", "command", b"command", "handover", b"handover", "hello", b"hello", "reserve", b"reserve", "submit", b"submit", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "cancel_reservation", b"cancel_reservation", "command", b"command", "hello", b"hello", "reserve", b"reserve", "submit", b"submit", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "cancel_reservation", b"cancel_reservation", "command", b"command", "handover", b"handover", "hello", b"hello", "reserve", b"reserve", "submit", b"submit", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "tokens", "ticket", "cancel", "ack", "reserve", "cancel_reservation"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "tokens", "ticket", "cancel", "ack", "reserve", "cancel_reservation", "handover"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -133,6 +139,69 @@ class DecodeTicket(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeTicket: _TypeAlias = DecodeTicket  # noqa: Y015
+
+@_typing.final
+class Handover(_message.Message):
+    """A planned move (drain, role change, rebalance, pressure): the worker stops this choice at a step's end and holds its
+    pages and state for another decode worker under a ticket of kind CONTINUATION. Answered by `handed_over`, after every
+    token that was made; a choice that has ended meanwhile is answered by its end alone. Idempotent.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    @_builtins.property
+    def ref(self) -> _common_pb2.AttemptRef: ...
+    def __init__(
+        self,
+        *,
+        ref: _common_pb2.AttemptRef | None = ...,
+        choice: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Handover: _TypeAlias = Handover  # noqa: Y015
+
+@_typing.final
+class HandedOver(_message.Message):
+    """The choice goes on elsewhere: its last message here. The ticket covers `token_count` tokens (state and pages); the
+    token after them was sampled here, is `first`, and has been sent. So the new worker is given tokens[:token_count] and the
+    ticket, exactly as after a prompt, and its first own sequence number is token_count - prompt_len + 1.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    token_count: _builtins.int
+    @_builtins.property
+    def first(self) -> _common_pb2.FirstToken: ...
+    @_builtins.property
+    def ticket(self) -> _prefill_pb2.TicketIssued: ...
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        first: _common_pb2.FirstToken | None = ...,
+        ticket: _prefill_pb2.TicketIssued | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "first", b"first", "ticket", b"ticket", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedOver: _TypeAlias = HandedOver  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
@@ -200,6 +269,7 @@ class DecodeEvent(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ref(self) -> _common_pb2.AttemptRef: ...
     @_builtins.property
@@ -222,6 +292,10 @@ class DecodeEvent(_message.Message):
     def reserved(self) -> _common_pb2.ReserveReply:
         """to `reserve`"""
 
+    @_builtins.property
+    def handed_over(self) -> Global___HandedOver:
+        """to `handover`"""
+
     def __init__(
         self,
         *,
@@ -232,12 +306,13 @@ class DecodeEvent(_message.Message):
         handoff: Global___HandoffDone | None = ...,
         failed: Global___DecodeFailed | None = ...,
         reserved: _common_pb2.ReserveReply | None = ...,
+        handed_over: Global___HandedOver | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "handoff", b"handoff", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "handed_over", b"handed_over", "handoff", b"handoff", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "handoff", b"handoff", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "handed_over", b"handed_over", "handoff", b"handoff", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "tokens", "prompt_logprobs", "handoff", "failed", "reserved"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "tokens", "prompt_logprobs", "handoff", "failed", "reserved", "handed_over"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

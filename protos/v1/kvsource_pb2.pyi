@@ -46,6 +46,95 @@ TICKET_KIND_PREFIX: TicketKind.ValueType  # 3
 Global___TicketKind: _TypeAlias = TicketKind  # noqa: Y015
 
 @_typing.final
+class OfferPrefixRequest(_message.Message):
+    """Page keys are salted hashes: only who knows a tenant's salt and the tokens can name them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SOURCE_EPOCH_FIELD_NUMBER: _builtins.int
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    PAGE_KEYS_FIELD_NUMBER: _builtins.int
+    TAIL_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """the caller"""
+    epoch: _builtins.int
+    source_epoch: _builtins.int
+    """the epoch the caller believes in"""
+    layout_fingerprint: _builtins.bytes
+    """32 bytes"""
+    first_token: _builtins.int
+    """what the caller has itself"""
+    state: _builtins.bool
+    """hybrids: a state is wanted; without one nothing is offered"""
+    @_builtins.property
+    def ref(self) -> _common_pb2.AttemptRef:
+        """of the request that wants it"""
+
+    @_builtins.property
+    def page_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """32 bytes each, in chain order, of the whole prompt"""
+
+    @_builtins.property
+    def tail(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the prompt's tokens after the last page: an end of a turn off the page grid matches here"""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        source_epoch: _builtins.int = ...,
+        layout_fingerprint: _builtins.bytes = ...,
+        ref: _common_pb2.AttemptRef | None = ...,
+        page_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        tail: _abc.Iterable[_builtins.int] | None = ...,
+        first_token: _builtins.int = ...,
+        state: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_token", b"first_token", "layout_fingerprint", b"layout_fingerprint", "page_keys", b"page_keys", "ref", b"ref", "source_epoch", b"source_epoch", "state", b"state", "tail", b"tail", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferPrefixRequest: _TypeAlias = OfferPrefixRequest  # noqa: Y015
+
+@_typing.final
+class OfferPrefixReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    token_count: _builtins.int
+    """tokens [0, token_count) are offered; hybrids: the state is of exactly this length"""
+    tier: _builtins.str
+    """"device", "host": where most of it lies"""
+    @_builtins.property
+    def ticket(self) -> Global___SignedTicket:
+        """absent: nothing here beyond first_token"""
+
+    def __init__(
+        self,
+        *,
+        ticket: Global___SignedTicket | None = ...,
+        token_count: _builtins.int = ...,
+        tier: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket", "tier", b"tier", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferPrefixReply: _TypeAlias = OfferPrefixReply  # noqa: Y015
+
+@_typing.final
 class Ticket(_message.Message):
     """Signed by its issuer with a key that lives as long as its epoch. Nobody else reads it."""
 

@@ -54,6 +54,11 @@ class KvSourceStub:
                 request_serializer=protos_dot_v1_dot_kvsource__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_kvsource__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.OfferPrefix = channel.unary_unary(
+                '/pdserve.v1.KvSource/OfferPrefix',
+                request_serializer=protos_dot_v1_dot_kvsource__pb2.OfferPrefixRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_kvsource__pb2.OfferPrefixReply.FromString,
+                _registered_method=True)
 
 
 class KvSourceServicer:
@@ -84,6 +89,13 @@ class KvSourceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OfferPrefix(self, request, context):
+        """Ask for a cached prefix. The ticket (kind PREFIX) is watched, read and released like any other; all of it is ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvSourceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -106,6 +118,11 @@ def add_KvSourceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protos_dot_v1_dot_kvsource__pb2.ReleaseRequest.FromString,
                     response_serializer=protos_dot_v1_dot_kvsource__pb2.ReleaseReply.SerializeToString,
+            ),
+            'OfferPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferPrefix,
+                    request_deserializer=protos_dot_v1_dot_kvsource__pb2.OfferPrefixRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_kvsource__pb2.OfferPrefixReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -216,6 +233,33 @@ class KvSource:
             '/pdserve.v1.KvSource/Release',
             protos_dot_v1_dot_kvsource__pb2.ReleaseRequest.SerializeToString,
             protos_dot_v1_dot_kvsource__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.KvSource/OfferPrefix',
+            protos_dot_v1_dot_kvsource__pb2.OfferPrefixRequest.SerializeToString,
+            protos_dot_v1_dot_kvsource__pb2.OfferPrefixReply.FromString,
             options,
             channel_credentials,
             insecure,

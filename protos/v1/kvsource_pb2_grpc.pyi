@@ -38,6 +38,8 @@ class KvSourceStub:
     Renew: _grpc.UnaryUnaryMultiCallable[_kvsource_pb2.RenewRequest, _kvsource_pb2.RenewReply]
     """one call renews every lease of the pair"""
     Release: _grpc.UnaryUnaryMultiCallable[_kvsource_pb2.ReleaseRequest, _kvsource_pb2.ReleaseReply]
+    OfferPrefix: _grpc.UnaryUnaryMultiCallable[_kvsource_pb2.OfferPrefixRequest, _kvsource_pb2.OfferPrefixReply]
+    """Ask for a cached prefix. The ticket (kind PREFIX) is watched, read and released like any other; all of it is ready."""
 
 @_typing.type_check_only
 class KvSourceAsyncStub(KvSourceStub):
@@ -47,6 +49,8 @@ class KvSourceAsyncStub(KvSourceStub):
     Renew: _aio.UnaryUnaryMultiCallable[_kvsource_pb2.RenewRequest, _kvsource_pb2.RenewReply]  # type: ignore[assignment]
     """one call renews every lease of the pair"""
     Release: _aio.UnaryUnaryMultiCallable[_kvsource_pb2.ReleaseRequest, _kvsource_pb2.ReleaseReply]  # type: ignore[assignment]
+    OfferPrefix: _aio.UnaryUnaryMultiCallable[_kvsource_pb2.OfferPrefixRequest, _kvsource_pb2.OfferPrefixReply]  # type: ignore[assignment]
+    """Ask for a cached prefix. The ticket (kind PREFIX) is watched, read and released like any other; all of it is ready."""
 
 class KvSourceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -77,5 +81,13 @@ class KvSourceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvsource_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvsource_pb2.ReleaseReply, _abc.Awaitable[_kvsource_pb2.ReleaseReply]]: ...
+
+    @_abc_1.abstractmethod
+    def OfferPrefix(
+        self,
+        request: _kvsource_pb2.OfferPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvsource_pb2.OfferPrefixReply, _abc.Awaitable[_kvsource_pb2.OfferPrefixReply]]:
+        """Ask for a cached prefix. The ticket (kind PREFIX) is watched, read and released like any other; all of it is ready."""
 
 def add_KvSourceServicer_to_server(servicer: KvSourceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
