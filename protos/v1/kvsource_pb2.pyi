@@ -57,7 +57,7 @@ class OfferPrefixRequest(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     REF_FIELD_NUMBER: _builtins.int
     PAGE_KEYS_FIELD_NUMBER: _builtins.int
-    TAIL_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
@@ -80,8 +80,8 @@ class OfferPrefixRequest(_message.Message):
         """32 bytes each, in chain order, of the whole prompt"""
 
     @_builtins.property
-    def tail(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """the prompt's tokens after the last page: an end of a turn off the page grid matches here"""
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the whole prompt: the end of a turn off the page grid matches by the tokens after its page"""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class OfferPrefixRequest(_message.Message):
         layout_fingerprint: _builtins.bytes = ...,
         ref: _common_pb2.AttemptRef | None = ...,
         page_keys: _abc.Iterable[_builtins.bytes] | None = ...,
-        tail: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
         first_token: _builtins.int = ...,
         state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_token", b"first_token", "layout_fingerprint", b"layout_fingerprint", "page_keys", b"page_keys", "ref", b"ref", "source_epoch", b"source_epoch", "state", b"state", "tail", b"tail", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_token", b"first_token", "layout_fingerprint", b"layout_fingerprint", "page_keys", b"page_keys", "ref", b"ref", "source_epoch", b"source_epoch", "state", b"state", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
