@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.api import Admitted, Tokens
-from engine.face import Assembly
 from engine.meter import Meter
+from engine.service import ServiceLeg
 from kvtransfer.types import Destination, Hold, LegKey, Pulled
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from runtime.errors import KvLost
@@ -33,19 +33,14 @@ class Puller(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class Leg(ServiceLeg[decode_pb2.DecodeEvents]):
     """landing: the hold on the pages a pull will write, until the puller takes it over. over_at: when the last token
     or the failure was said; None while it runs."""
 
-    key: LegKey
-    session: Session[decode_pb2.DecodeEvents] | None
     local: bool
     fence: int
     first_choice: int
-    deadline: float
     open: set[int] = field(default_factory=set)  # choices that may still say something
-    token_count: int = 0
-    assembly: Assembly | None = None
     ticket: prefill_pb2.TicketIssued | None = None
     admitted: Admitted | None = None
     admitted_at: float = 0.0
@@ -60,6 +55,10 @@ class Leg:
     _kept_tokens: int = 0
     _forgotten: dict[int, int] = field(default_factory=dict)  # choice -> first sequence number still kept
 
+    @property
+    def ended(self) -> bool:
+        return self.over_at is not None
+
     @classmethod
     def of(
         cls,
@@ -73,7 +72,7 @@ class Leg:
         request = submit.request
         choices = range(min(request.n, max_n)) if request.n > 1 else (request.choice,)
         deadline = now + request.remaining_ms / 1000
-        return cls(key, session, submit.local, submit.fence, request.choice, deadline, open=set(choices))
+        return cls(key, session, deadline, submit.local, submit.fence, request.choice, open=set(choices))
 
     def take(self, pulled: Pulled, vocab_size: int) -> None:
         """Accept what arrived, or raise KvLost. What another process sampled is an input like any other: one wrong
@@ -108,14 +107,6 @@ class Leg:
         if self.local:
             times.cached_tokens = last.cached_tokens
         return times
-
-    def move(self, session: Session[decode_pb2.DecodeEvents] | None) -> None:
-        """To another of its router's sessions, or to none."""
-        if self.session is not None:
-            self.session.legs.discard(self.key)
-        self.session = session
-        if session is not None:
-            session.legs.add(self.key)
 
     def meter(self, meter: Meter, said: decode_pb2.ChoiceTokens, cached_tokens: int) -> None:
         """Count what it is about to say. A local leg's prompt counts with its first tokens, another's when it came."""

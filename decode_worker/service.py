@@ -11,102 +11,39 @@ Everything runs on the event loop's thread; the engine's sink only posts to it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-
-import structlog
 
 from decode_worker.leg import Leg, Puller
 from engine.api import Admitted, Event, Failed, Mode, PromptScores, Tokens
-from engine.face import (
-    Assembly,
-    Worker,
-    engine_request,
-    finish_of,
-    leg_key,
-    ref_of,
-    reserve,
-    score_chunks,
-    wire_logprobs,
-)
+from engine.face import Worker, finish_of, leg_key, ref_of, score_chunks, wire_logprobs
+from engine.service import REMEMBERED, Service, unknown
 from kvtransfer.types import Destination, LegKey, Pulled
 from protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
-from runtime.errors import (
-    Cancelled,
-    ChecksumMismatch,
-    DeadlineExceeded,
-    InvalidRequest,
-    KvLost,
-    PdserveError,
-    WorkerLost,
-)
-from runtime.ids import trace_id
-from runtime.rpc_errors import ServicerContext
-from runtime.streamhub import Batch, Recent, Session, StreamHub
+from runtime.errors import Cancelled, ChecksumMismatch, KvLost, PdserveError, WorkerLost
+from runtime.streamhub import Batch, Recent, Session
 
 LEG = "decode"
-REMEMBERED = 4096
 
-_log = structlog.get_logger("pdserve.decode")
 _Session = Session[decode_pb2.DecodeEvents]
 _Batch = Batch[decode_pb2.DecodeEvents, decode_pb2.DecodeEvent]
 
 
-class DecodeService(decode_pb2_grpc.DecodeServicer):
+class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that writes, which gRPC takes too
+    Service[decode_pb2.DecodeCommand, decode_pb2.DecodeEvents, decode_pb2.DecodeEvent, Leg],
+    decode_pb2_grpc.DecodeServicer,
+):
     """Reserve, CancelReservation and Open of protos/v1/decode.proto."""
 
+    name = LEG
+
     def __init__(self, worker: Worker, puller: Puller, reattach_s: float) -> None:
-        self._worker = worker
+        super().__init__(worker, reattach_s)
         self._puller = puller
         self._reattach_s = reattach_s
-        self._loop = asyncio.get_running_loop()
-        self._hub: StreamHub[decode_pb2.DecodeEvents, decode_pb2.DecodeCommand] = StreamHub(
-            self, worker.epoch, worker.clock, reattach_s
-        )
-        self._legs: dict[LegKey, Leg] = {}
         self._attempts: dict[str, int] = {}  # request id -> its highest attempt here, while that one has a leg
-        self._over: Recent[LegKey, PdserveError] = Recent(REMEMBERED)
         self._early: Recent[LegKey, prefill_pb2.TicketIssued] = Recent(REMEMBERED)
         self._pulls: set[asyncio.Task[None]] = set()
-        self._sink = self._post
-
-    # --- RPCs --------------------------------------------------------------------------------------------------
-
-    async def Reserve(  # noqa: N802
-        self, request: common_pb2.ReserveRequest, context: ServicerContext
-    ) -> common_pb2.ReserveReply:
-        return reserve(self._worker, LEG, request)
-
-    async def CancelReservation(  # noqa: N802
-        self, request: common_pb2.CancelReservationRequest, context: ServicerContext
-    ) -> common_pb2.CancelReservationReply:
-        released = self._worker.engine.cancel_reservation(request.reservation_id)
-        return common_pb2.CancelReservationReply(released=released)
-
-    async def Open(  # type: ignore[override]  # noqa: N802  a coroutine that writes, which gRPC takes too
-        self, request_iterator: AsyncIterator[decode_pb2.DecodeCommand], context: ServicerContext
-    ) -> None:
-        await self._hub.serve(request_iterator, context.write)
 
     # --- what the worker asks ----------------------------------------------------------------------------------
-
-    def busy(self) -> int:
-        """Legs that still run."""
-        return sum(leg.over_at is None for leg in self._legs.values())
-
-    def remembered(self) -> int:
-        """Legs with an entry here: those that run and those a router may still ask about."""
-        return len(self._legs)
-
-    def tick(self, now: float) -> None:
-        """Housekeeping, a few times a second: sessions not re-attached, finished legs nobody will ask about."""
-        self._hub.expire(now)
-        for leg in list(self._legs.values()):
-            if leg.over_at is not None and now - leg.over_at >= 2 * self._reattach_s:
-                if self._over.get(leg.key) is None:
-                    self._over.put(leg.key, Cancelled("this attempt is over", reason="attempt_over"))
-                self._forget(leg)
-            elif leg.assembly is not None and now >= leg.deadline:
-                self._fail_now(leg, DeadlineExceeded("the prompt did not arrive in time"))
 
     def abort(self, error: PdserveError) -> None:
         """End everything that still runs with `error`."""
@@ -126,12 +63,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     # --- the hub's face ----------------------------------------------------------------------------------------
 
-    def hello_of(self, command: decode_pb2.DecodeCommand) -> common_pb2.Hello | None:
-        return command.hello if command.WhichOneof("command") == "hello" else None
-
-    def unpack(self, command: decode_pb2.DecodeCommand) -> Sequence[decode_pb2.DecodeCommand]:
-        return command.batch or (command,)
-
     def attached(self, session: _Session, hello: common_pb2.Hello, welcome: common_pb2.Welcome) -> None:
         wanted = {leg_key(r.ref, LEG): list(r.next_sequence) for r in hello.resume}
         events: list[decode_pb2.DecodeEvent] = []
@@ -149,56 +80,40 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             batch.add(session, event)
         batch.flush()
 
-    def command(self, session: _Session, command: decode_pb2.DecodeCommand) -> None:
-        match command.WhichOneof("command"):
-            case "submit":
-                self._submit(session, command.submit)
-            case "tokens":
-                self._tokens(command.tokens)
-            case "ticket":
-                self._ticket(leg_key(command.ticket.ref, LEG), command.ticket.ticket)
-            case "cancel":
-                self._cancelled(command.cancel)
-            case "reserve":
-                self._reserve(session, command.reserve)
-            case "cancel_reservation":
-                self._worker.engine.cancel_reservation(command.cancel_reservation.reservation_id)
-            case "ack":
-                leg = self._legs.get(leg_key(command.ack.ref, LEG))
-                if leg is not None:
-                    leg.acknowledge(list(command.ack.next_sequence))
-            case other:
-                raise InvalidRequest("unknown command", field=other or "command")
-
     def lost(self, session: _Session) -> None:
         for key in list(session.legs):
             self._cancel(self._legs[key], WorkerLost("the router's stream was lost", reason="stream_lost"))
 
     # --- commands ----------------------------------------------------------------------------------------------
 
-    def _submit(self, session: _Session, submit: decode_pb2.DecodeSubmit) -> None:
-        request = submit.request
-        key = leg_key(request.ref, LEG)
-        known = self._legs.get(key)
-        if known is not None:
-            self._said_again(known, session)
-            return
-        leg = Leg.of(submit, key, session, self._worker.clock.monotonic(), self._worker.limits.max_n)
-        self._legs[key] = leg
-        session.legs.add(key)
-        try:
-            self._supersede(leg)
-            over = self._over.get(key)
-            if over is not None:
-                raise over
-            if request.more_tokens:
-                leg.assembly = Assembly(request, self._worker.limits.max_model_len)
-            else:
-                self._run(leg, request)
-        except PdserveError as error:
-            self._fail_now(leg, error)
+    def _command(self, session: _Session, kind: str, command: decode_pb2.DecodeCommand) -> None:
+        match kind:
+            case "submit":
+                self._submitted(session, command.submit)
+            case "ticket":
+                self._ticket(leg_key(command.ticket.ref, LEG), command.ticket.ticket)
+            case "cancel":
+                self._cancelled(command.cancel)
+            case "ack":
+                leg = self._legs.get(leg_key(command.ack.ref, LEG))
+                if leg is not None:
+                    leg.acknowledge(list(command.ack.next_sequence))
+            case _:
+                raise unknown(kind)
 
-    def _supersede(self, leg: Leg) -> None:
+    def _submitted(self, session: _Session, submit: decode_pb2.DecodeSubmit) -> None:
+        if not self._again(submit.request, session):
+            key = leg_key(submit.request.ref, LEG)
+            leg = Leg.of(submit, key, session, self._worker.clock.monotonic(), self._worker.limits.max_n)
+            self._submit(leg, submit.request)
+
+    def _mode(self, leg: Leg) -> Mode:
+        return Mode.LOCAL if leg.local else Mode.REMOTE
+
+    def _reserved(self, ref: common_pb2.AttemptRef, reply: common_pb2.ReserveReply) -> decode_pb2.DecodeEvent:
+        return decode_pb2.DecodeEvent(ref=ref, reserved=reply)
+
+    def _enter(self, leg: Leg) -> None:
         """A higher attempt of a request ends the lower ones here, so their tokens never mix. Raises Cancelled."""
         newest = self._attempts.get(leg.key.request_id, 0)
         if newest > leg.key.attempt:
@@ -212,35 +127,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._forget(older)
             self._attempts[leg.key.request_id] = leg.key.attempt
 
-    def _said_again(self, leg: Leg, session: _Session) -> None:
-        """The same attempt submitted twice runs once; the router hears again what it has not acknowledged."""
-        leg.move(session)
-        batch = self._batch()
+    def _say_again(self, leg: Leg, batch: _Batch) -> None:
+        """What it has not acknowledged."""
         for event in leg.missed([]) or ():
-            batch.add(session, event)
-        batch.flush()
+            batch.add(leg.session, event)
 
-    def _tokens(self, chunk: common_pb2.TokenChunk) -> None:
-        leg = self._legs.get(leg_key(chunk.ref, LEG))
-        if leg is None or leg.assembly is None:  # failed or cancelled meanwhile
-            return
-        try:
-            if leg.assembly.add(chunk):
-                request, leg.assembly = leg.assembly.request, None
-                self._run(leg, request)
-        except PdserveError as error:
-            self._fail_now(leg, error)
-
-    def _run(self, leg: Leg, request: common_pb2.WorkRequest) -> None:
-        work = engine_request(self._worker, request, LEG, Mode.LOCAL if leg.local else Mode.REMOTE, leg.deadline)
-        leg.token_count = len(work.tokens)
+    def _complete(self, leg: Leg) -> None:
         early = self._early.pop(leg.key)
         if early is not None:
             leg.ticket = early
-        _log.debug(
-            "submit", request_id=leg.key.request_id, attempt=leg.key.attempt, trace=trace_id(request.traceparent)
-        )
-        self._worker.engine.submit(work, self._sink)
 
     def _ticket(self, key: LegKey, ticket: prefill_pb2.TicketIssued) -> None:
         """In any order with submit and admission: the pull begins when all three are there."""
@@ -251,16 +146,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         elif leg.over_at is None and leg.pull is None:
             leg.ticket = ticket
             self._maybe_pull(leg)
-
-    def _reserve(self, session: _Session, request: common_pb2.ReserveRequest) -> None:
-        """The unary call's twin: every refusal is an answer here, an error would end the stream."""
-        try:
-            reply = reserve(self._worker, LEG, request)
-        except PdserveError as error:
-            reply = common_pb2.ReserveReply(refusal=error.detail())
-        batch = self._batch()
-        batch.add(session, decode_pb2.DecodeEvent(ref=request.ref, reserved=reply))
-        batch.flush()
 
     def _cancelled(self, cancel: common_pb2.Cancel) -> None:
         """The whole leg, or only choices whose end the router has seen by itself (a stop string)."""
@@ -308,7 +193,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         except PdserveError as error:
             self._fail_now(leg, error)
         except Exception as error:  # noqa: BLE001  supervises the pull: a bug costs this request, and is heard of
-            _log.error("pull_failed", request_id=leg.key.request_id, exc_info=error)
+            self._log.error("pull_failed", request_id=leg.key.request_id, exc_info=error)
             self._fail_now(leg, PdserveError("internal error"))
 
     def _start(self, leg: Leg, pulled: Pulled) -> None:
@@ -334,21 +219,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._say(leg, decode_pb2.DecodeEvent(handoff=decode_pb2.HandoffDone(times=times)), batch)
 
     # --- events ------------------------------------------------------------------------------------------------
-
-    def _post(self, events: Sequence[Event]) -> None:
-        """The engine's sink, on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._handle, events)
-
-    def _handle(self, events: Sequence[Event]) -> None:
-        batch = self._batch()
-        for event in events:
-            leg = self._legs.get(event.key)
-            if leg is None or leg.over_at is not None:
-                if isinstance(event, Admitted):  # cancelled while the event was on its way
-                    event.hold.release()
-                continue
-            self._event(leg, event, batch)
-        batch.flush()
 
     def _event(self, leg: Leg, event: Event, batch: _Batch) -> None:
         match event:
@@ -412,11 +282,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         failed = decode_pb2.DecodeFailed(error=error.detail(), kv_lost=isinstance(error, KvLost))
         self._say(leg, decode_pb2.DecodeEvent(failed=failed), batch)
 
-    def _fail_now(self, leg: Leg, error: PdserveError) -> None:
-        batch = self._batch()
-        self._fail(leg, error, batch)
-        batch.flush()
-
     def _stop(self, leg: Leg) -> None:
         """Engine, pull and landing let go. A pull under way releases its landing itself, when no read can touch it."""
         leg.over_at = self._worker.clock.monotonic()
@@ -427,9 +292,16 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             leg.landing.release()
             leg.landing = None
 
+    def _outlived(self, leg: Leg, now: float) -> None:
+        assert leg.over_at is not None
+        if now - leg.over_at < 2 * self._reattach_s:
+            return
+        if self._over.get(leg.key) is None:
+            self._over.put(leg.key, Cancelled("this attempt is over", reason="attempt_over"))
+        self._forget(leg)
+
     def _forget(self, leg: Leg) -> None:
-        leg.move(None)
-        self._legs.pop(leg.key, None)
+        super()._forget(leg)
         if self._attempts.get(leg.key.request_id) == leg.key.attempt:
             del self._attempts[leg.key.request_id]
 
