@@ -20,12 +20,13 @@ SECTIONS = {
     "lease_s": "Hand-off",
     "http_listen": "The router",
     "registry": "Registry and control",
+    "elastic": "Elastic roles",
     "tls_cert": "TLS for our own sockets: all three or none",
     "prefill": "The cluster",
 }
 """The first key of each section of the help."""
 
-CLIENT_KEYS = frozenset({"registry_token", "tls_cert", "tls_key", "tls_ca", "address", "state_dir"})
+CLIENT_KEYS = frozenset({"registry_token", "tls_cert", "tls_key", "tls_ca", "address", "fleet", "state_dir"})
 """What a command that only talks to a cluster looks at; it takes the other keys without listing them."""
 
 

@@ -166,6 +166,21 @@ class Config(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of all processes")
     log_prompts: bool = Field(False, description="log prompts and answers")
 
+    # elastic roles: pressure 1 = a pool is full, or at its objective
+    elastic: bool = Field(False, description="workers change their role as the load does (`up` runs the controller)")
+    prefill_min: int = Field(1, ge=1, description="workers that compute prompts at least, those that do both included")
+    prefill_max: int = Field(
+        0, ge=0, description="Ray is asked for more up to so many, and for fewer; 0 = roles move, the number stays"
+    )
+    decode_min: int = Field(1, ge=1, description="workers that generate at least, those that do both included")
+    decode_max: int = Field(0, ge=0, description="as prefill_max")
+    elastic_high: float = Field(0.8, gt=0, description="from this pressure on a role needs help")
+    elastic_low: float = Field(0.4, gt=0, description="up to this pressure a role can spare a worker")
+    elastic_dwell_s: float = Field(10.0, gt=0, description="pressure counts when it has lasted so long")
+    elastic_cooldown_s: float = Field(
+        30.0, gt=0, description="between two changes; a worker keeps a new role for twice that"
+    )
+
     # TLS for our own sockets: all three or none
     tls_cert: str = Field("", description="PEM file: our certificate")
     tls_key: str = Field("", description="PEM file: its key")
@@ -176,6 +191,9 @@ class Config(BaseSettings):
     decode: int = Field(1, ge=0, description="workers that generate")
     both: int = Field(0, ge=0, description="workers that do both")
     address: str = Field("", description="of a running Ray cluster; empty = start one here")
+    fleet: str = Field(
+        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$", description="its name, where several share one Ray cluster"
+    )
     detach: bool = Field(False, description="leave the cluster running until `pdserve down`")
     state_dir: str = Field(
         "",
@@ -197,6 +215,12 @@ class Config(BaseSettings):
             raise ValueError("max_batched_tokens must hold at least one chunk (chunk_tokens)")
         if self.disk_pool_bytes and not (self.disk_pool_dir and (self.host_pool_bytes or self.host_pool_tokens)):
             raise ValueError("disk_pool_bytes needs disk_pool_dir and a host pool (host_pool_bytes)")
+        if self.elastic_low >= self.elastic_high:
+            raise ValueError("elastic_low must be less than elastic_high")
+        for name in ("prefill", "decode"):
+            least, most = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
+            if most and most < least:
+                raise ValueError(f"{name}_max must not be less than {name}_min")
         if self.lease_margin_s >= self.lease_s:
             raise ValueError("lease_margin_s must be less than lease_s")
         return self
