@@ -37,6 +37,10 @@ def same(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
         assert got.dtype == want.dtype, (got.dtype, want.dtype)
         error = relative(got.float(), want.float())
         assert error <= tolerance, f"error {error:.2e}"
+        worse = got.float().flatten().clone()
+        worse[:1] += max(4 * tolerance, 1e-3) * max(float(want.float().abs().max()), 1.0) if want.numel() else 0.0
+        noticed = not want.numel() or relative(worse, want.float().flatten()) > tolerance
+        assert noticed, "a wrong number would not be noticed here"
 
 
 def draw(*shape: int, seed: int = 0, std: float = 0.1) -> Tensor:
