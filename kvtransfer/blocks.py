@@ -13,15 +13,17 @@ import numpy as np
 from kvtransfer.layout import Rank, item_count
 from kvtransfer.mapping import U64, Moves, UnitRead, concat, moves, unit_reads
 from kvtransfer.transport import LocalRank
-from kvtransfer.types import Component, Layout
+from kvtransfer.types import Component, Layout, Region
 from protos.v1 import kvsource_pb2 as pb
 from runtime.errors import ChecksumMismatch, TicketInvalid
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Items of one component on one source rank: indices in token order, checksums [item, unit of that rank]."""
+    """Items of one component on one source rank, in one of its regions: indices in token order, checksums [item, unit
+    of that rank]."""
 
+    region: Region
     indices: tuple[int, ...]
     checksums: U64
 
@@ -71,7 +73,7 @@ class Plan:
         if min(indices) < 1 or max(indices) >= item_count(region):
             raise TicketInvalid(f"an item of {component.name} lies outside its region")
         sums = np.array(block.checksums, np.uint64).reshape(count, region.units)
-        return (block.rank, component.name), Located(indices, sums)
+        return (block.rank, component.name), Located(region, indices, sums)
 
     def moves(self, reader: int, local: Rank, paged: bool, items: Sequence[int], at: dict[Key, Located]) -> Reads:
         """What rank `reader` reads: for every owner, its tables."""
@@ -81,10 +83,9 @@ class Plan:
                 continue
             for read in self.reads[component.name]:
                 if read.reader == reader:
-                    region = self.ranks[read.owner].by_component[component.name]
-                    to = local.by_component[component.name]
-                    source = at[read.owner, component.name].indices
-                    by_owner.setdefault(read.owner, []).append(moves(component, read, to, items, region, source))
+                    to, source = local.by_component[component.name], at[read.owner, component.name]
+                    part = moves(component, read, to, items, source.region, source.indices)
+                    by_owner.setdefault(read.owner, []).append(part)
         return [(owner, table) for owner, parts in by_owner.items() for table in concat(parts)]
 
     def verify(
@@ -104,8 +105,9 @@ class Plan:
         for read in self.reads[component.name]:
             if read.reader != reader:
                 continue
-            skip = read.first_unit - self.ranks[read.owner].by_component[component.name].first_unit
-            sent = at[read.owner, component.name].checksums[:, skip : skip + read.units]
+            source = at[read.owner, component.name]
+            skip = read.first_unit - source.region.first_unit
+            sent = source.checksums[:, skip : skip + read.units]
             wrong = np.argwhere(got[:, read.first_unit - first :][:, : read.units] != sent)
             if len(wrong):
                 item, unit = wrong[0].tolist()

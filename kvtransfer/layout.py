@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer.mapping import owned_units
@@ -16,12 +17,19 @@ from protos.v1 import kvsource_pb2 as pb
 from runtime.errors import LayoutMismatch
 
 MAX_ADDRESS = 1 << 64
+POOLS = 2
+"""Regions of one component at most: the engine's pool and the host tier's."""
+
 MEMORIES = ("DRAM", "VRAM")
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of a worker as its peers see it: coordinates, transport agent, and where its pools lie."""
+    """One rank of a worker as its peers see it: coordinates, transport agent, and where its pools lie.
+
+    A component's first region is the pool the engine computes in; a second one is the same layout in host memory, from
+    which cached prefixes are served. by_component: the first ones.
+    """
 
     agent_name: str
     agent_metadata: bytes
@@ -32,7 +40,14 @@ class Rank:
     by_component: dict[str, Region] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "by_component", {region.component: region for region in self.regions})
+        first: dict[str, Region] = {}
+        for region in self.regions:
+            first.setdefault(region.component, region)
+        object.__setattr__(self, "by_component", first)
+
+    def pool(self, component: str, number: int) -> Region:
+        """Region `number` of a component: 0 the engine's, 1 the host tier's."""
+        return [region for region in self.regions if region.component == component][number]
 
 
 # --- wire forms ---------------------------------------------------------------------------------------------------
@@ -195,21 +210,19 @@ def require_supported(layout: Layout) -> None:
 
 
 def require_ranks(layout: Layout, ranks: Sequence[Rank]) -> None:
-    """Check a worker's region tables against its own layout: one rank per tp coordinate, one region per component,
-    units as the map says, items inside their region. Raises LayoutMismatch."""
+    """Check a worker's region tables against its own layout: one rank per tp coordinate, one region per component and
+    pool, units as the map says, items inside their region. Raises LayoutMismatch."""
     if [r.tp_rank for r in ranks] != list(range(layout.tp)) or any(r.pp_rank or r.dcp_rank for r in ranks):
         raise LayoutMismatch(f"ranks {[r.tp_rank for r in ranks]} do not make tp {layout.tp}")
     components = {c.name: c for c in layout.components}
     for rank in ranks:
-        _unique(f"rank {rank.tp_rank} components", [r.component for r in rank.regions], components)
+        _equal(f"rank {rank.tp_rank} components", sorted(components), sorted(rank.by_component))
+        if any(n > POOLS for n in Counter(r.component for r in rank.regions).values()):
+            raise LayoutMismatch(f"rank {rank.tp_rank} has more than {POOLS} regions of a component")
         if len({r.region_id for r in rank.regions}) != len(rank.regions):
             raise LayoutMismatch(f"rank {rank.tp_rank} has two regions of one id")
         for region in rank.regions:
             _require_region(layout, components[region.component], rank.tp_rank, region)
-
-
-def _unique(what: str, found: Iterable[str], wanted: Iterable[str]) -> None:
-    _equal(what, sorted(wanted), sorted(found))
 
 
 def _require_region(layout: Layout, component: Component, tp_rank: int, region: Region) -> None:

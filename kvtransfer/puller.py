@@ -22,11 +22,12 @@ import grpc
 
 from kvtransfer.blocks import Key, Located
 from kvtransfer.checksum import memory
-from kvtransfer.layout import require_ranks, require_supported
+from kvtransfer.layout import fingerprint, require_ranks, require_supported
 from kvtransfer.peers import ChannelFactory, Lease, Peer, Peers, Self, gone
+from kvtransfer.prefix import question
 from kvtransfer.tickets import parse
 from kvtransfer.transport import Flight, LocalRank
-from kvtransfer.types import Destination, First, Layout, Pulled
+from kvtransfer.types import Destination, First, Layout, Pulled, Wanted
 from protos.v1 import common_pb2
 from protos.v1 import kvsource_pb2 as pb
 from runtime import faults, rpc
@@ -119,6 +120,24 @@ class Puller:
             raise DeadlineExceeded("the hand-off did not arrive in time") from None
         finally:
             self._let_go(landing)
+
+    async def ask(
+        self, address: str, source_epoch: int, ref: common_pb2.AttemptRef, wanted: Wanted, timeout: float
+    ) -> pb.OfferPrefixReply:
+        """Ask a worker, in the epoch it is believed to live in, for a cached prefix: without a ticket it has none.
+        Raises EpochMismatch, LayoutMismatch, WorkerLost, DeadlineExceeded, KvLost."""
+        began = self._clock.monotonic()
+        peer = await self._peer(address, timeout)
+        me = self._me
+        request = question(me.worker_id, me.epoch, source_epoch, fingerprint(me.layout), ref, wanted)
+        with self._peers.using(peer):
+            try:
+                return await peer.stub.OfferPrefix(request, timeout=timeout - (self._clock.monotonic() - began))
+            except grpc.aio.AioRpcError as exc:
+                error = rpc.from_rpc_error(exc)
+                if gone(error):
+                    await self._peers.drop(peer)
+                raise error from exc
 
     def quarantined_pages(self) -> int:
         """Pages of pulls that are over while a read may still land in them."""

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import cast
 
 from grpc.aio import ServicerContext
 
 from kvtransfer.layout import layout_from_proto, layout_to_proto, rank_to_proto, require_compatible, require_ranks
+from kvtransfer.prefix import Offers
 from kvtransfer.source import Caller, Final, HandoffStore
 from kvtransfer.source import Watch as Watching
 from kvtransfer.transport import LocalRank
-from kvtransfer.types import Component, First, Layout
+from kvtransfer.types import Component, First, Layout, Region
 from protos.v1 import common_pb2, kvsource_pb2_grpc
 from protos.v1 import kvsource_pb2 as pb
 from runtime import faults
-from runtime.errors import TicketInvalid
+from runtime.errors import KvLost, TicketInvalid
 from runtime.rpc import peer_identity
 
 log = logging.getLogger(__name__)
@@ -38,17 +40,26 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
     """Serves one worker's hand-offs. Call start() once the loop runs, close() before the pools go away."""
 
     def __init__(
-        self, worker_id: str, epoch: int, layout: Layout, ranks: Sequence[LocalRank], store: HandoffStore
+        self,
+        worker_id: str,
+        epoch: int,
+        layout: Layout,
+        ranks: Sequence[LocalRank],
+        store: HandoffStore,
+        offers: Offers | None = None,
     ) -> None:
+        """offers: of cached prefixes; None = there are none here."""
         require_ranks(layout, [r.info for r in ranks])
         self._worker_id = worker_id
         self._epoch = epoch
         self._layout = layout
         self._ranks = tuple(ranks)
         self._store = store
+        self._offers = offers
+        self._components = {component.name: component for component in layout.components}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-source-checksum")
         self._reaper: asyncio.Task[None] | None = None
-        per_page = sum(len(r.info.regions) * max((g.units for g in r.info.regions), default=1) for r in ranks)
+        per_page = sum(len(r.info.by_component) * max((g.units for g in r.info.regions), default=1) for r in ranks)
         pages = min(layout.chunk_tokens // layout.page_tokens, EVENT_CHECKSUMS // max(1, per_page))
         self._event_tokens = max(1, pages) * layout.page_tokens
 
@@ -97,6 +108,13 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
             if not await faults.strike_async("kv.event"):
                 yield event
 
+    async def OfferPrefix(  # noqa: N802
+        self, request: pb.OfferPrefixRequest, context: ServicerContext[pb.OfferPrefixRequest, pb.OfferPrefixReply]
+    ) -> pb.OfferPrefixReply:
+        if self._offers is None or await faults.strike_async("kv.offer"):
+            return pb.OfferPrefixReply()
+        return await self._offers.answer(request, peer_identity(context))
+
     async def Renew(  # noqa: N802
         self, request: pb.RenewRequest, context: ServicerContext[pb.RenewRequest, pb.RenewReply]
     ) -> pb.RenewReply:
@@ -124,32 +142,40 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
             if update.error is not None:
                 yield pb.WatchEvent(failed=update.error.detail())
                 return
-            for start in range(update.start, update.end, self._event_tokens):
-                end = min(start + self._event_tokens, update.end)
+            for start, end in self._spans(watch, update.start, update.end):
                 ready = pb.RangeReady(start=start, end=end, blocks=await self._page_blocks(watch, start, end))
                 if self._store.held(watch):
                     yield pb.WatchEvent(range=ready)
             if update.final is not None:
-                final = await self._final(update.final)
+                final = await self._final(watch, update.final)
                 if self._store.held(watch):
                     yield pb.WatchEvent(final=final)
                     return
             elif self._store.held(watch):
                 await news.wait()
 
-    async def _page_blocks(self, watch: Watching, start: int, end: int) -> list[pb.LocatedBlock]:
-        page = self._layout.page_tokens
-        first, last = start // page, -(-end // page)
-        items = watch.pages[first:last]
-        valid = tuple(min(page, end - i * page) for i in range(first, last))
-        return await self._blocks([c for c in self._layout.components if c.paged], items, valid)
+    def _spans(self, watch: Watching, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """A range in messages of bounded size, each of pages of one pool."""
+        border = watch.below.first * self._layout.page_tokens if watch.below is not None else end
+        while start < end:
+            stop = min(start + self._event_tokens, end, border if start < border else end)
+            yield start, stop
+            start = stop
 
-    async def _final(self, final: Final) -> pb.HandoffFinal:
-        components = [c for c in self._layout.components if not c.paged]
+    async def _page_blocks(self, watch: Watching, start: int, end: int) -> list[pb.LocatedBlock]:
+        page, below = self._layout.page_tokens, watch.below
+        first, last = start // page, -(-end // page)
+        valid = tuple(min(page, end - i * page) for i in range(first, last))
+        low = below is not None and first >= below.first
+        kept = below.sums[first - below.first : last - below.first] if below is not None and low else ()
+        return await self._blocks(_Items(True, watch.pages[first:last], valid, int(low), kept))
+
+    async def _final(self, watch: Watching, final: Final) -> pb.HandoffFinal:
         blocks: list[pb.LocatedBlock] = []
-        if components:
-            for slot in final.slots:
-                blocks += await self._blocks(components, (slot,), (1,))
+        kept = watch.below.slot_sums if watch.below is not None else ()
+        if any(not component.paged for component in self._layout.components):
+            for index, slot in enumerate(final.slots):
+                blocks += await self._blocks(_Items(False, (slot,), (1,), int(bool(kept)), kept[index : index + 1]))
         return pb.HandoffFinal(
             state_length=final.state_length,
             first=[_first_to_proto(f) for f in final.first],
@@ -157,32 +183,62 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
             extras=dict(final.extras),
         )
 
-    async def _blocks(
-        self, components: Sequence[Component], items: tuple[int, ...], valid: tuple[int, ...]
-    ) -> list[pb.LocatedBlock]:
-        work = asyncio.get_running_loop().run_in_executor(self._executor, self._sum, components, items, valid)
+    async def _blocks(self, part: _Items) -> list[pb.LocatedBlock]:
+        work = asyncio.get_running_loop().run_in_executor(self._executor, self._sum, part)
         return [
-            pb.LocatedBlock(rank=rank, region_id=region, indices=items, checksums=sums)
+            pb.LocatedBlock(rank=rank, region_id=region, indices=part.items, checksums=sums)
             for rank, region, sums in await work
         ]
 
-    def _sum(
-        self, components: Sequence[Component], items: tuple[int, ...], valid: tuple[int, ...]
-    ) -> list[tuple[int, int, list[int]]]:
+    def _sum(self, part: _Items) -> list[tuple[int, int, list[int]]]:
+        """(rank, region, checksums) of each component. Raises KvLost when host memory is damaged."""
         faults.strike("kv.checksum")
-        sums = []
+        found, at = [], 0
         for index, rank in enumerate(self._ranks):
-            for component in components:
-                region = rank.info.by_component[component.name]
-                in_item = valid if component.paged else (component.tokens,) * len(items)
-                sums.append((index, region.region_id, rank.checksum(region, component, items, in_item)))
-        return sums
+            for name in rank.info.by_component:
+                component = self._components[name]
+                if component.paged != part.paged:
+                    continue
+                region = rank.info.pool(name, part.pool)
+                kept = [row[at : at + region.units] for row in part.kept]
+                at += region.units
+                found.append((index, region.region_id, _sums(rank, region, component, part, kept)))
+        return found
 
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(min(0.25, self._store.lease_s / 10))
             for key in self._store.expire():
                 log.warning("a hand-off ended without its reader", extra={"request_id": key.request_id})
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """Pages or one slot, in one pool. valid: tokens of each. kept: checksums made when they were written, over all
+    components and all tokens of each; none for the engine's own pool."""
+
+    paged: bool
+    items: tuple[int, ...]
+    valid: tuple[int, ...]
+    pool: int
+    kept: Sequence[tuple[int, ...]]
+
+
+def _sums(
+    rank: LocalRank, region: Region, component: Component, part: _Items, kept: Sequence[tuple[int, ...]]
+) -> list[int]:
+    """Checksums [item][unit], flattened. Those that were made when host memory was written stay what they are, so that
+    a byte that has changed since shows at the reader; a page of which only a part is valid is compared here."""
+    valid = part.valid if part.paged else (component.tokens,) * len(part.items)
+    if not kept:
+        return rank.checksum(region, component, part.items, valid)
+    sums = [list(row) for row in kept]
+    for index, (item, tokens) in enumerate(zip(part.items, valid, strict=True)):
+        if tokens < component.tokens:
+            if rank.checksum(region, component, (item,), (component.tokens,)) != sums[index]:
+                raise KvLost("a page in host memory is damaged")
+            sums[index] = rank.checksum(region, component, (item,), (tokens,))
+    return [value for row in sums for value in row]
 
 
 def _first_to_proto(first: First) -> common_pb2.FirstToken:

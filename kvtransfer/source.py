@@ -6,7 +6,8 @@ a late release of an earlier attempt that frees a newer one, and a ticket that o
 Ownership of a hand-off's pages (its `hold`), one owner at a time:
 
     computing                   the request: its deadline, release(), or fail(), also when its router is lost
-    final                       the lease; every renewal of the watching worker extends it
+    final                       the lease; every renewal of the watching worker extends it (a cached prefix is final
+                                from the start)
     failed, released, expired   nobody: the hold is released at the transition, exactly once
 
 Thread-safe by one short lock, since the engine thread announces ranges while RPC handlers watch and renew; no callback
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.tickets import TicketMint, parse
-from kvtransfer.types import First, Hold, LegKey
+from kvtransfer.types import Below, First, Hold, LegKey
 from protos.v1 import kvsource_pb2 as pb
 from runtime.clock import Clock
 from runtime.errors import DeadlineExceeded, InvalidRequest, KvLost, PdserveError, TicketInvalid
@@ -77,6 +78,7 @@ class Watch:
     token_count: int
     cursor: int
     wake: Callable[[], None]
+    below: Below | None = None
     error: PdserveError | None = None
     final_sent: bool = False
 
@@ -90,6 +92,7 @@ class _Handoff:
     ready: int
     hold: Hold
     deadline: float
+    below: Below | None = None
     state: State = State.COMPUTING
     final: Final | None = None
     fence: int = 0
@@ -151,11 +154,13 @@ class HandoffStore:
         hold: Hold,
         peer_identity: str = "",
         deadline: float = float("inf"),
+        below: Below | None = None,
     ) -> bytes:
         """Promise the pages of tokens [0, token_count) and return the ticket (a serialised SignedTicket).
 
         The store owns `hold` from here on. `ready`: tokens [0, ready) are valid already. deadline: of the request, on
-        the clock's monotonic time. Raises InvalidRequest when the key is live already (the caller keeps its hold).
+        the clock's monotonic time. below: which pages are the host tier's; None = none.
+        Raises InvalidRequest when the key is live already (the caller keeps its hold).
         """
         if token_count < 1 or len(pages) != -(-token_count // self._page) or not 0 <= ready <= token_count:
             raise InvalidRequest(f"{len(pages)} pages and {ready} ready tokens do not fit {token_count} tokens")
@@ -164,7 +169,7 @@ class HandoffStore:
             if key in self._live:
                 raise InvalidRequest("this attempt has a hand-off already", reason="duplicate")
             self._live[key] = _Handoff(
-                key, nonce, tuple(pages), token_count, ready, hold, deadline
+                key, nonce, tuple(pages), token_count, ready, hold, deadline, below
             )  # fmt: skip
             self._ended.pop(key, None)
         return ticket
@@ -244,6 +249,7 @@ class HandoffStore:
                 token_count=handoff.token_count,
                 cursor=first_token - first_token % self._page,
                 wake=wake,
+                below=handoff.below,
             )
             handoff.watch, handoff.fence = watch, fence
             handoff.renewed_at = self._clock.monotonic()
@@ -312,6 +318,11 @@ class HandoffStore:
         with self._lock:
             handoff = self._live.get(key)
             return handoff.state if handoff else self._ended.get(key)
+
+    def live(self, leg: str) -> int:
+        """Hand-offs of one kind that are promised to somebody."""
+        with self._lock:
+            return sum(key.leg == leg for key in self._live)
 
     def counts(self) -> Counts:
         with self._lock:

@@ -1,4 +1,5 @@
-"""Tickets: what a decode worker shows to read a hand-off. Minted and verified by the same worker, opaque to all others.
+"""Tickets: what a worker shows to read a hand-off or a cached prefix. Minted and verified by the same worker, opaque
+to all others.
 
 The key is random per worker epoch and never leaves the process: a restarted worker refuses every older ticket, and a
 forged one costs its forger nothing but a FAILED_PRECONDITION. It guards against mistakes; the fabric is isolated.
@@ -19,6 +20,10 @@ from protos.v1 import kvsource_pb2 as pb
 from runtime.errors import TicketInvalid
 
 MAX_TICKET_BYTES = 4096
+
+KINDS = {"prefill": pb.TICKET_KIND_HANDOFF, "prefix": pb.TICKET_KIND_PREFIX}
+"""What a ticket is for, by the leg it is issued under."""
+LEGS = {kind: leg for leg, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class TicketMint:
         """(serialised SignedTicket, nonce). The nonce tells two hand-offs of one key apart."""
         nonce = secrets.token_bytes(16)
         ticket = pb.Ticket(
-            kind=pb.TICKET_KIND_HANDOFF,
+            kind=KINDS[key.leg],
             worker_id=self._worker_id,
             epoch=self._epoch,
             ref=common_pb2.AttemptRef(request_id=key.request_id, attempt=key.attempt),
@@ -63,13 +68,13 @@ class TicketMint:
             ticket = pb.Ticket.FromString(signed.ticket)
         except DecodeError as exc:
             raise TicketInvalid("the ticket cannot be read") from exc
-        if ticket.kind != pb.TICKET_KIND_HANDOFF:
+        if ticket.kind not in LEGS:
             raise TicketInvalid(f"tickets of kind {ticket.kind} are not served here")
         if ticket.worker_id != self._worker_id or ticket.epoch != self._epoch:
             raise TicketInvalid("the ticket is of another worker or epoch")
         if ticket.layout_fingerprint != self._fingerprint:
             raise TicketInvalid("the ticket is of another layout")
-        key = LegKey(ticket.ref.request_id, "prefill", ticket.ref.attempt)
+        key = LegKey(ticket.ref.request_id, LEGS[ticket.kind], ticket.ref.attempt)
         return Claims(key, ticket.token_count, ticket.peer_identity, ticket.nonce)
 
     def _mac(self, ticket: bytes) -> bytes:

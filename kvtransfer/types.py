@@ -125,5 +125,45 @@ class Pulled:
     extras: dict[str, bytes] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Below:
+    """What of a cached prefix lies in the second pool, the host tier's: the pages from index `first` on, and the slots
+    if `slot_sums` says so. sums: of each of these pages (slots), made when it was written: over the paged (other)
+    components in region order and their units, all tokens of a page counted."""
+
+    first: int
+    sums: tuple[tuple[int, ...], ...] = ()
+    slot_sums: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Pages of tokens [0, token_count) and, for models with a state, the slot of the state of exactly this length."""
+
+    pages: tuple[int, ...]
+    slots: tuple[int, ...]
+    token_count: int
+    hold: Hold
+    below: Below | None = None
+
+    @property
+    def tier(self) -> str:
+        """Where most of its pages lie."""
+        low = len(self.pages) - self.below.first if self.below is not None else 0
+        return "host" if 2 * low > len(self.pages) else "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A prompt's beginning, as another worker asks for it. page_keys: of all its full pages, in chain order; under
+    another salt or model they would be others. first_token: what is there already. state: a state is wanted, too;
+    without one nothing is of use."""
+
+    page_keys: tuple[bytes, ...]
+    tokens: tuple[int, ...]
+    first_token: int
+    state: bool
+
+
 ChecksumFn = Callable[[Region, Component, tuple[int, ...], tuple[int, ...]], list[int]]
 """(region, component, item indices, valid tokens per item) -> checksums [item][unit] flattened."""

@@ -6,17 +6,34 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtransfer.types import Layout
 from runtime.config import Config
 from tests.integration.transfer.worker import Worker, layout
 
 ROOT = Path(__file__).parents[3]
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    made: list[Worker] = []
+
+    async def one(worker_id: str, epoch: int = 1, shape: Layout | None = None, **options: Any) -> Worker:
+        config = Config(**options.pop("config", {}))
+        worker = await Worker(worker_id, epoch, shape or layout(), config, **options).start()
+        made.append(worker)
+        return worker
+
+    yield one
+    for worker in made:
+        await worker.close()
 
 
 @dataclass

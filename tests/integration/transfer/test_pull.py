@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from kvtransfer.source import State
 from kvtransfer.types import Destination, Layout, Pulled
 from protos.v1 import kvsource_pb2 as pb
 from runtime import faults
-from runtime.config import Config
 from runtime.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -24,27 +23,12 @@ from runtime.errors import (
     TicketInvalid,
     TransferFailed,
 )
+from tests.integration.transfer.conftest import Make
 from tests.integration.transfer.worker import KV, LATENT, STATE, CountingHold, Worker, layout
 
 TOKENS = 100
 PAGES = list(range(3, 10))
 MINE = [20, 21, 22, 5, 6, 30, 40]
-Make = Callable[..., Any]
-
-
-@pytest.fixture
-async def make() -> AsyncIterator[Make]:
-    made: list[Worker] = []
-
-    async def one(worker_id: str, epoch: int = 1, shape: Layout | None = None, **options: Any) -> Worker:
-        config = Config(**options.pop("config", {}))
-        worker = await Worker(worker_id, epoch, shape or layout(), config, **options).start()
-        made.append(worker)
-        return worker
-
-    yield one
-    for worker in made:
-        await worker.close()
 
 
 @pytest.fixture

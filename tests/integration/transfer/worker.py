@@ -22,6 +22,7 @@ from kvtransfer.inprocess import InProcessTransport
 from kvtransfer.layout import Rank, fingerprint
 from kvtransfer.mapping import owned_units
 from kvtransfer.nixl import NixlTransport
+from kvtransfer.prefix import Holder, Offers
 from kvtransfer.puller import Puller
 from kvtransfer.service import KvSourceService
 from kvtransfer.source import HandoffStore
@@ -98,8 +99,11 @@ class Worker:
     config: Config
     items: int = 64
     transport: str = "inprocess"
+    host_items: int = 0
+    holder: Holder | None = None
     listen: str = "127.0.0.1:0"
     pools: list[dict[str, Pool]] = field(default_factory=list)
+    host: list[dict[str, Pool]] = field(default_factory=list)
     ranks: list[LocalRank] = field(default_factory=list)
     holds: dict[str, CountingHold] = field(default_factory=dict)
     tickets: list[bytes] = field(default_factory=list)
@@ -111,7 +115,8 @@ class Worker:
             await self._start_rank(rank)
         mint = TicketMint(self.worker_id, self.epoch, fingerprint(self.layout))
         self.store = HandoffStore(mint, self.clock, self.config.lease_s)
-        self.service = KvSourceService(self.worker_id, self.epoch, self.layout, self.ranks, self.store)
+        offers = Offers(self.epoch, fingerprint(self.layout), self.store, self.holder, 2) if self.holder else None
+        self.service = KvSourceService(self.worker_id, self.epoch, self.layout, self.ranks, self.store, offers)
         self.service.start()
         self.server = rpc.server(self.config)
         kvsource_pb2_grpc.add_KvSourceServicer_to_server(self.service, self.server)
@@ -138,7 +143,13 @@ class Worker:
             if self.transport == "nixl"
             else InProcessTransport(incarnation, self.config.quarantine_s)
         )
-        regions = tuple(p.region for p in pools.values())
+        host = {
+            c.name: Pool.make(c, self.layout.tp, rank, self.host_items, len(pools) + index + 1)
+            for index, c in enumerate(self.layout.components)
+            if self.host_items
+        }
+        self.host.append(host)
+        regions = tuple(p.region for p in (*pools.values(), *host.values()))
         agent = await transport.start(regions)
         self.pools.append(pools)
         self.ranks.append(LocalRank(Rank(agent.name, agent.metadata, regions, rank), transport, wsum64))

@@ -108,9 +108,18 @@ def test_good_region_tables_are_accepted() -> None:
     require_ranks(LAYOUT, [Rank("a", b"", REGIONS)])
 
 
+def test_a_host_pool_is_a_components_second_region() -> None:
+    low = replace(REGIONS[0], region_id=3)
+    rank = Rank("a", b"", (*REGIONS, low))
+    require_ranks(LAYOUT, [rank])
+    assert rank.by_component == {region.component: region for region in REGIONS}
+    assert rank.pool("kv", 1) is low
+
+
 BAD_REGIONS = [
     REGIONS[:1],
-    (*REGIONS, replace(REGIONS[0], region_id=3)),
+    (*REGIONS, replace(REGIONS[0], region_id=3, length=8)),
+    (*REGIONS, replace(REGIONS[0], region_id=3), replace(REGIONS[0], region_id=4)),
     (REGIONS[0], replace(REGIONS[1], region_id=1)),
     (replace(REGIONS[0], units=2), REGIONS[1]),
     (replace(REGIONS[0], first_unit=1), REGIONS[1]),

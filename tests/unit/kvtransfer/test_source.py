@@ -297,7 +297,7 @@ def test_a_ticket_that_says_more_tokens_than_were_promised_is_refused_even_with_
     refused(world, forged)
 
 
-@pytest.mark.parametrize("kind", [pb.TICKET_KIND_UNSPECIFIED, pb.TICKET_KIND_CONTINUATION, pb.TICKET_KIND_PREFIX])
+@pytest.mark.parametrize("kind", [pb.TICKET_KIND_UNSPECIFIED, pb.TICKET_KIND_CONTINUATION])
 def test_kinds_that_are_not_served_are_refused(world: World, kind: pb.TicketKind.ValueType) -> None:
     signed = pb.SignedTicket.FromString(world.open())
     ticket = pb.Ticket.FromString(signed.ticket)
