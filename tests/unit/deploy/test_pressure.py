@@ -1,0 +1,116 @@
+"""From what workers and the router report to two pressures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy.pressure import FIRST_SPEED, STALE_S, Goals, Hearing, Measured, Sample, Window, look, parsed
+from protos.v1 import common_pb2, registry_pb2
+from router.stats import Stats
+from runtime.metrics import Metrics
+
+GOALS = Goals(ttft_s=2.0, ttft_s_per_1k=0.5, tpot_s=0.05, max_batch=10)
+ROLES = {"p": common_pb2.ROLE_PREFILL, "d": common_pb2.ROLE_DECODE, "b": common_pb2.ROLE_BOTH}
+
+
+def record(name: str, **load: Any) -> registry_pb2.WorkerRecord:
+    """Named by its role: "p0" is a prefill worker."""
+    said = common_pb2.Load(**({"pages_total": 100, "pages_free": 100, "sequence": 1} | load))
+    return registry_pb2.WorkerRecord(worker_id=name, epoch=1, role=ROLES[name[0]], ready=True, load=said)
+
+
+def pressures(*records: registry_pb2.WorkerRecord, **measured: float) -> tuple[float, float]:
+    view = look(records, Hearing(), Measured(**measured), GOALS, 0.0)
+    return round(view.prefill, 3), round(view.decode, 3)
+
+
+def test_prompts_that_wait_are_seconds_of_each_worker_against_the_objective() -> None:
+    waiting = record("p0", queued_prefill_tokens=8000)
+    assert pressures(waiting, record("d0"), speed=4000.0) == (1.0, 0.0)
+    assert pressures(waiting, record("p1"), record("d0"), speed=4000.0) == (0.5, 0.0)
+    assert pressures(waiting, record("b1"), record("d0"), speed=4000.0) == (0.5, 0.0), "one that does both helps"
+    assert pressures(waiting, record("d0"), speed=4000.0, prompt_tokens=4000.0) == (0.5, 0.0), "long prompts may wait"
+    assert pressures(waiting, record("d0")) == (round(8000 / FIRST_SPEED / 2, 3), 0.0)
+
+
+def test_a_slow_first_token_counts_only_while_prompts_wait() -> None:
+    assert pressures(record("p0", queued_prefill_tokens=1), record("d0"), ttft_s=3.0) == (1.5, 0.0)
+    assert pressures(record("p0"), record("d0"), ttft_s=3.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("load", "pressure"),
+    [
+        ({"running": 4, "waiting": 2}, 0.6),
+        ({"pages_free": 25}, 0.75),
+        ({"slots_total": 10, "slots_free": 1}, 0.9),
+        ({"swapped": 1}, 1.0),
+    ],
+)
+def test_whatever_runs_out_first_presses_on_decode(load: dict[str, int], pressure: float) -> None:
+    assert pressures(record("p0"), record("d0", **load)) == (0.0, pressure)
+
+
+def test_slow_tokens_count_only_where_requests_share_a_worker() -> None:
+    assert pressures(record("d0", running=2), tpot_s=0.04) == (0.0, 0.8)
+    assert pressures(record("d0", running=1), tpot_s=0.04) == (0.0, 0.1)
+
+
+def test_a_line_at_the_router_is_the_fuller_pools() -> None:
+    assert pressures(record("p0"), record("d0", running=9), line=3.0) == (0.0, 1.0)
+    assert pressures(record("p0", queued_prefill_tokens=3000), record("d0"), line=3.0)[0] == 1.0
+
+
+def test_workers_that_cannot_be_chosen_or_are_silent_do_not_count() -> None:
+    hearing = Hearing()
+    full, idle = record("d0", pages_free=0), record("d1")
+    assert look([full, idle], hearing, Measured(), GOALS, 0.0).decode == 0.5
+    idle.load.sequence = 2
+    view = look([full, idle], hearing, Measured(), GOALS, STALE_S + 1)
+    assert view.decode == 0.0
+    assert [one.fresh for one in view.members] == [False, True]
+    full.load.sequence = 2
+    full.draining = True
+    view = look([full, idle], hearing, Measured(), GOALS, STALE_S + 2)
+    assert view.decode == 0.0
+    assert [one.usable for one in view.members] == [False, True]
+
+
+def test_the_routers_own_metrics_are_understood() -> None:
+    metrics = Metrics()
+    Stats(metrics)
+    metrics.gauge("pdserve_router_queue", "waiting").set(3)
+    metrics.histogram("pdserve_ttft_seconds", "").observe(0.5)
+    metrics.histogram("pdserve_itl_seconds", "").observe(0.02)
+    stage = metrics.histogram("pdserve_stage_seconds", "", ["stage"])
+    stage.labels("queue").observe(0.1)
+    stage.labels("prefill").observe(0.25)
+    prompt = metrics.counter("pdserve_prompt_tokens", "", ["source"])
+    prompt.labels("computed").inc(700)
+    prompt.labels("cached").inc(300)
+    sample = parsed(metrics.render().decode())
+    assert sample == Sample(3, 0.5, 1, 0.1, 0.25, 0.02, 1, 700, 300)
+
+
+def sample(requests: float, ttft_s: float = 0.0, queue_s: float = 0.0, **fields: float) -> Sample:
+    return Sample(requests=requests, answers=requests, ttft_s=ttft_s, queue_s=queue_s, **fields)
+
+
+def test_means_are_of_the_last_while_and_waiting_at_the_router_is_nobodys_prefill() -> None:
+    window = Window(10.0)
+    window.add(0.0, sample(10, 100.0, 0.0, itl_s=9.0, computed=50_000, prefill_s=50.0))
+    assert window.measured() == Measured(prompt_tokens=5000, speed=1000)
+    window.add(5.0, sample(12, 106.0, 4.0, itl_s=9.5, computed=52_000, cached=1000, prefill_s=51.0))
+    assert window.measured() == Measured(0.0, 1.0, 0.25, 1500, 2000)
+    window.add(16.0, sample(12, 106.0, 4.0, itl_s=9.5, computed=52_000, cached=1000, prefill_s=51.0))
+    assert window.measured() == Measured(0.0, None, None, 1500, 2000), "what was learned stays"
+
+
+def test_a_router_that_starts_again_counts_from_nothing() -> None:
+    window = Window(10.0)
+    window.add(0.0, sample(10, 100.0))
+    window.add(1.0, sample(0))
+    window.add(2.0, sample(1, 0.5))
+    assert window.measured().ttft_s == 0.5
