@@ -31,6 +31,7 @@ from engine.memory import Checkpoints, Memory
 from engine.pages import PagePool, SlotPool
 from engine.plan import Copy, StepPlan
 from engine.prefix_cache import PrefixCache
+from engine.prefixes import Prefixes
 from engine.reservations import Ledger
 from engine.runner_api import ModelSpec, RowsFailed, Runner
 from engine.scheduler import Limits, Scheduler
@@ -133,6 +134,7 @@ class Engine:
         self.tiers = memory.tiers = below[0] if below is not None else None
         self._host = below[1] if below is not None else None
         self.states = states
+        self.prefixes = Prefixes(memory, self._between_steps, clock.monotonic)
         self._scheduler = Scheduler(limits, memory)
         self._max_queued = config.max_queued_requests
         self._wake = threading.Condition()
@@ -262,6 +264,7 @@ class Engine:
         self._alive_at = self._clock.monotonic()
         for command in self._take_commands():
             command()
+        self.prefixes.turn()
         plan = self._scheduler.schedule(self._clock.monotonic())
         self._emit()
         if plan is None:
@@ -316,6 +319,7 @@ class Engine:
             commands, self._commands = self._commands, []
         for command in commands:
             command()
+        self.prefixes.close()
         self._scheduler.abort_step()
         self._scheduler.fail_all(error)
         self._emit()
@@ -337,11 +341,16 @@ class Engine:
             return Draining("this worker is draining")
         return None
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], None]) -> bool:
         """Queue a command; the caller holds the condition. An engine that has ended owns nothing it could act on."""
         if not self._stopping:
             self._commands.append(command)
             self._wake.notify()
+        return not self._stopping
+
+    def _between_steps(self, command: Callable[[], None]) -> bool:
+        with self._wake:
+            return self._post(command)
 
     def _poke(self) -> None:
         """Memory came free: on another thread, that may let a waiting request in."""

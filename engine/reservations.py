@@ -132,6 +132,11 @@ class Ledger:
             self._remove(reservation_id)
             return True
 
+    def promised(self, key: LegKey) -> Amount:
+        """What is booked for a request that is not here yet."""
+        booking = self._by_key.get(key)
+        return booking.amount if booking is not None else Amount()
+
     def reap(self, now: float) -> int:
         """Drop expired bookings; how many."""
         with self._lock:
