@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.v1 import common_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import rpc
 from runtime.config import Config
 from runtime.registry.service import credentials
@@ -53,6 +53,25 @@ class Fleet:
             with rpc.translated():
                 stub = worker_pb2_grpc.WorkerStub(channel)
                 return await stub.Describe(worker_pb2.DescribeRequest(), timeout=CALL_TIMEOUT_S)
+
+    async def drain(self, address: str, on: bool, timeout_s: float = 0.0) -> tuple[int, int]:
+        """Take a worker out of the choice (and wait until it is empty, so long at most), or put it back. Returns the
+        requests and the hand-offs it still holds."""
+        async with rpc.channel(address, self._config) as channel:
+            with rpc.translated():
+                reply = await worker_pb2_grpc.WorkerStub(channel).Drain(
+                    worker_pb2.DrainRequest(drain=on, timeout_ms=int(timeout_s * 1000)),
+                    timeout=timeout_s + CALL_TIMEOUT_S,
+                )
+        return reply.running, reply.leases
+
+    async def set_role(self, address: str, role: common_pb2.Role.ValueType) -> None:
+        """What a worker is chosen for from now on."""
+        async with rpc.channel(address, self._config) as channel:
+            with rpc.translated():
+                await worker_pb2_grpc.WorkerStub(channel).SetRole(
+                    worker_pb2.SetRoleRequest(role=role), timeout=CALL_TIMEOUT_S
+                )
 
     async def until_serving(self, every_s: float = 0.1) -> None:
         while True:

@@ -242,6 +242,9 @@ class WorkerProcess:
 
     def _set_role(self, role: common_pb2.Role.ValueType) -> None:
         """The role is only what is advertised: what runs goes on."""
+        if role == self._advert.record.role:
+            return
+        _log.info("role", role=common_pb2.Role.Name(role))
         self._advert.record.role = role
         self._advert.push()
 
@@ -249,6 +252,8 @@ class WorkerProcess:
         assert self._parts is not None
         if on:
             await self._drain(timeout_s)
+        elif self._stopping.is_set():
+            raise Draining("this worker is stopping: its drain cannot be taken back")
         else:
             self._mark_draining(False)
             self._parts.engine.drain(False)
@@ -268,7 +273,7 @@ class WorkerProcess:
         if not self._draining:
             self._mark_draining(True)
             await self._ticking(parts, PROPAGATION_S, lambda: not self._draining)
-            parts.engine.drain(self._draining)
+        parts.engine.drain(self._draining)  # also where the call that began it was cut off meanwhile
         await self._ticking(parts, timeout_s, lambda: not self._draining or parts.running() + parts.leases() == 0)
 
     async def _ticking(self, parts: Parts, timeout_s: float, until: Callable[[], bool]) -> None:
