@@ -81,16 +81,19 @@ def _check_reachable(grpc_listen: str) -> None:
 
 
 def secured(config: Config) -> Config:
-    """Where clients need a key or a certificate, workers need the registry's token: the one configured, else one made
-    from a secret of ours (so that the next `up` of the same cluster makes the same), else a random one.
+    """Workers show the registry a token, so that no stray process of this machine registers: the one configured, else
+    one made from a secret of ours (so that the next `up` of the same cluster makes the same), else a random one.
 
-    Raises InvalidRequest when workers would outlive the only process that knows it."""
-    if config.registry or config.registry_token or not (config.api_keys_file or config.tls_cert):
+    Workers that join a running Ray cluster would outlive the only process that knows a random one: then there is none,
+    and where clients need a key or a certificate this raises InvalidRequest."""
+    if config.registry or config.registry_token:
         return config
     if config.tls_key or config.cache_salt_secret:
         secret = Path(config.tls_key).read_bytes() if config.tls_key else config.cache_salt_secret.encode()
         token = hmac.new(secret, b"pdserve registry token", "sha256").hexdigest()
     elif config.address:
+        if not (config.api_keys_file or config.tls_cert):
+            return config
         raise InvalidRequest("workers outlive this router: name the token they show", field="registry_token")
     else:
         token = secrets.token_urlsafe(32)

@@ -10,6 +10,7 @@ import hmac
 from collections.abc import AsyncIterator
 
 import grpc
+import structlog
 
 from protos.v1 import registry_pb2, registry_pb2_grpc
 from runtime.config import Config
@@ -20,6 +21,8 @@ from runtime.rpc_errors import ServicerContext
 RENEWALS_PER_TTL = 3
 TOKEN_KEY = "pdserve-registry-token"
 
+_log = structlog.get_logger("pdserve.registry")
+
 
 def credentials(config: Config) -> tuple[tuple[str, str], ...]:
     """The metadata of a call to somebody's embedded registry."""
@@ -29,15 +32,21 @@ def credentials(config: Config) -> tuple[tuple[str, str], ...]:
 class RegistryService(registry_pb2_grpc.RegistryServicer):
     """gRPC face of a Store. Every record is answered by one RegisterAck, which is the worker's proof of being known.
 
-    It shares its port with the API, and who may ask questions may not bring workers: where clients need a key or a
-    certificate, a worker shows `registry_token` beside it, and without a token configured nobody may register.
+    It shares its port with the API, and who may ask questions may not bring workers: with `registry_token` set (`up`
+    makes one up) a worker must show it to register. Where clients need a key or a certificate it is needed to list
+    workers, too, and without a token configured nobody may do either. A router that keeps its workers in Redis lets
+    them register there, not here, unless it has a token. A router of its own without any of these takes whoever comes:
+    that is for experiments, and it says so.
     """
 
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
         self._ttl_s = config.registry_ttl_s
         self._token = config.registry_token
-        self._guarded = bool(config.registry_token or config.api_keys_file or config.tls_cert)
+        self._guarded = bool(config.api_keys_file or config.tls_cert)
+        self._embedded = not config.registry
+        if self._embedded and not self._guarded and not self._token:
+            _log.warning("registry_open", hint="any process that reaches this port may register as a worker")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         registry_pb2_grpc.add_RegistryServicer_to_server(self, server)
@@ -45,7 +54,8 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     async def Register(  # noqa: N802
         self, request_iterator: AsyncIterator[WorkerRecord], context: ServicerContext
     ) -> AsyncIterator[registry_pb2.RegisterAck]:
-        self._admit(context)
+        if self._guarded or self._token or not self._embedded:
+            self._admit(context)
         ttl_ms = int(self._ttl_s * 1000)
         ack = registry_pb2.RegisterAck(ttl_ms=ttl_ms, renew_every_ms=max(1, ttl_ms // RENEWALS_PER_TTL))
         async for record in request_iterator:
@@ -58,14 +68,13 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     async def List(  # noqa: N802
         self, request: registry_pb2.ListRequest, context: ServicerContext
     ) -> registry_pb2.ListReply:
-        self._admit(context)
+        if self._guarded:
+            self._admit(context)
         snapshot = await self._store.snapshot()
         return registry_pb2.ListReply(workers=[snapshot.records[key] for key in sorted(snapshot.records)])
 
     def _admit(self, context: ServicerContext) -> None:
         """Raises Unauthenticated."""
-        if not self._guarded:
-            return
         metadata = dict(context.invocation_metadata() or ())
         shown = metadata.get(TOKEN_KEY, "")
         shown = shown if isinstance(shown, str) else ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog.testing
 
 from protos.v1 import registry_pb2, registry_pb2_grpc
 from runtime import rpc
@@ -75,6 +76,23 @@ async def test_with_keys_and_no_token_nobody_registers(tmp_path: Path) -> None:
         assert made.router.fleet.states() == []
 
 
+async def test_a_token_alone_keeps_stray_processes_out_and_status_can_still_ask() -> None:
+    settings = config(registry_token="token")
+    async with site(ScriptedWorker("prefill"), settings=settings) as made:
+        async with asyncio.timeout(5):
+            assert isinstance(await register(made, ()), Unauthenticated)
+        async with rpc.channel(made.router.grpc, config()) as channel:
+            listed = await registry_pb2_grpc.RegistryStub(channel).List(registry_pb2.ListRequest(), timeout=5)
+        assert [record.worker_id for record in listed.workers] == ["prefill-1"]
+
+
+async def test_without_keys_and_token_whoever_comes_may_register_and_the_router_says_so() -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with site(ScriptedWorker("prefill")):  # serves only when it has registered
+            pass
+    assert [line["log_level"] for line in logs if line["event"] == "registry_open"] == ["warning"]
+
+
 async def test_mutual_tls_from_client_to_worker(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ours")
     settings = config(**authority.issue("router"), registry_token="token")
@@ -107,6 +125,12 @@ async def test_workers_come_from_redis_and_the_routers_own_registry_is_not_asked
     settings = config(registry=redis.url)
     async with site(ScriptedWorker("prefill"), ScriptedWorker("decode"), settings=settings) as made:
         assert (await made.complete())[0] == 200
+
+
+async def test_where_workers_are_in_redis_nobody_registers_at_the_router(redis: RedisServer) -> None:
+    async with site(ScriptedWorker("prefill"), settings=config(registry=redis.url)) as made:
+        async with asyncio.timeout(5):
+            assert isinstance(await register(made, ()), Unauthenticated)
 
 
 async def test_a_redis_that_hangs_costs_no_request(redis: RedisServer) -> None:

@@ -91,11 +91,13 @@ def test_a_path_means_the_same_in_every_process(tmp_path: object, monkeypatch: p
     assert settings_of(config(model="oracle"))["model"] == "oracle"
 
 
-def test_workers_get_a_token_where_clients_need_a_key_and_the_same_one_the_next_time(tmp_path: Path) -> None:
+def test_workers_get_a_token_and_the_same_one_the_next_time_where_there_is_a_secret(tmp_path: Path) -> None:
     key = tmp_path / "tls.key"
     key.write_text("private")
     tls = {"tls_cert": "c", "tls_key": str(key), "tls_ca": "a"}
-    assert secured(Config()).registry_token == ""
+    assert secured(Config()).registry_token != secured(Config()).registry_token != ""
+    assert secured(Config(registry="redis://127.0.0.1:1")).registry_token == "", "workers register in Redis"
+    assert secured(Config(address="127.0.0.1:1")).registry_token == "", "its workers outlive who would know it"
     assert secured(Config(api_keys_file="k", registry_token="mine")).registry_token == "mine"
     assert secured(config(**tls)).registry_token == secured(config(**tls)).registry_token != ""
     one, two = secured(Config(api_keys_file="k")), secured(Config(api_keys_file="k"))
