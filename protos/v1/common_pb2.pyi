@@ -983,6 +983,8 @@ class StageTimes(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    FETCH_S_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     prefill_s: _builtins.float
     handoff_wait_s: _builtins.float
@@ -999,6 +1001,10 @@ class StageTimes(_message.Message):
     recomputed_tokens: _builtins.int
     pid: _builtins.int
     transport: _builtins.str
+    fetch_s: _builtins.float
+    """bringing a cached prefix from another worker before the prompt was run; 0 = none"""
+    fetched_tokens: _builtins.int
+    """of cached_tokens, those that came with it (transfer_* say what moved)"""
     def __init__(
         self,
         *,
@@ -1014,10 +1020,12 @@ class StageTimes(_message.Message):
         recomputed_tokens: _builtins.int = ...,
         pid: _builtins.int = ...,
         transport: _builtins.str = ...,
+        fetch_s: _builtins.float = ...,
+        fetched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checksum_s", b"checksum_s", "decode_s", b"decode_s", "handoff_wait_s", b"handoff_wait_s", "pid", b"pid", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "recomputed_tokens", b"recomputed_tokens", "transfer_bytes", b"transfer_bytes", "transfer_pages", b"transfer_pages", "transfer_s", b"transfer_s", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checksum_s", b"checksum_s", "decode_s", b"decode_s", "fetch_s", b"fetch_s", "fetched_tokens", b"fetched_tokens", "handoff_wait_s", b"handoff_wait_s", "pid", b"pid", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "recomputed_tokens", b"recomputed_tokens", "transfer_bytes", b"transfer_bytes", "transfer_pages", b"transfer_pages", "transfer_s", b"transfer_s", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
