@@ -125,6 +125,7 @@ class Engine:
             self.pages,
             self.slots,
             self.cache,
+            states,
             news=self._poke,
             now=clock.monotonic,
             ways=ways,
@@ -132,6 +133,8 @@ class Engine:
         if self.model.record_bytes:
             memory.settle = lambda copy: _settle(runner, copy)
         self.tiers = memory.tiers = below[0] if below is not None else None
+        if self.tiers is not None and self.tiers.state_stores is not None:
+            self.tiers.state_stores.settle = memory.settle
         self._host = below[1] if below is not None else None
         self.states = states
         self.prefixes = Prefixes(memory, self._between_steps, clock.monotonic)

@@ -13,8 +13,10 @@ from engine.plan import Copy, Row
 from engine.prefix_cache import PrefixCache
 from engine.reservations import Ledger
 from engine.sequence import Phase, Sequence, usable_hit
-from engine.states import Match, State, StateCache, checkpoint_lengths
+from engine.states import Match, State, StateCache, checkpoint_lengths, state_id
 from engine.tiers.index import Entry
+from engine.tiers.loads import Loaded
+from engine.tiers.states import HostState
 from engine.tiers.tiers import Tiers
 from kvtransfer.types import PAGE_TOKENS
 
@@ -32,17 +34,22 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What admission takes for a sequence: hit pages to share, a state to copy, and how much is fresh."""
+    """What admission takes for a sequence: hit pages to share, a state to copy, and how much is fresh. below, lower:
+    what follows the hit on the host, and the state there. kept: one slot more, for the device to have that state."""
 
     match: Match
     hit: list[int]
     fresh: int
     slots: int
-    below: list[Entry]  # what follows the hit on the host
+    below: list[Entry]
+    lower: HostState | None = None
+    kept: bool = False
 
     @property
     def start(self) -> int:
-        """Tokens that need not be run."""
+        """Tokens that need not be run, as things are on the device."""
+        if self.lower is not None:
+            return 0
         return self.match.resumed if self.match.state else len(self.hit) * PAGE_TOKENS
 
 
@@ -77,8 +84,9 @@ class Memory:
         with self.pages.lock:
             claim = self._claimed(seq, use_cache and swapped is None)
             if claim is not None and self.tiers is not None:
-                evicted = claim.fresh - self.pages.free
-                if not self.tiers.make_room(evicted, claim.hit, claim.below):
+                pages, slots = claim.fresh - self.pages.free, claim.slots - self.slots.free
+                state = claim.lower or claim.match.state
+                if not self.tiers.make_room(pages, claim.hit, claim.below, slots, state):
                     return None
                 # Copies have begun and ended in there: pages are held, others are known to be damaged.
                 claim = self._claimed(seq, use_cache and swapped is None)
@@ -94,30 +102,48 @@ class Memory:
         self._give(seq, claim, new, new_slots)
         if self.tiers and swapped is not None:
             self.tiers.swap_in(seq.id, seq.pages[: len(swapped.pages)], seq.slot)
+        elif self.tiers and claim.lower is not None:
+            targets = seq.pages[len(claim.hit) :][: len(claim.below) + bool(claim.lower.page)]
+            kept = new_slots[-1] if claim.kept else 0
+            self.tiers.load_state(seq.id, claim.below, claim.lower, targets, seq.slot, kept)
         elif self.tiers and claim.below:
             self.tiers.load(seq.id, claim.start, claim.below, seq.pages[len(claim.hit) :][: len(claim.below)])
         if self.tiers and not seq.lost:
-            keys = seq.hasher.page_keys(seq.tokens)
-            self.tiers.sightings.asked(keys[: seq.request.spec.prompt_len // PAGE_TOKENS])
+            self._sighted(seq, claim)
         return claim.start
+
+    def _sighted(self, seq: Sequence, claim: _Claim) -> None:
+        assert self.tiers is not None
+        prompt = seq.request.spec.prompt_len
+        self.tiers.sightings.asked(seq.hasher.page_keys(seq.tokens)[: prompt // PAGE_TOKENS])
+        state = claim.lower or claim.match.state
+        if state is not None:
+            self.tiers.sightings.state(state_id(state.key, state.tail), state.length, prompt)
 
     def staging(self, seq: Sequence, use_cache: bool) -> bool:
         """Pages of this waiting sequence are on their way from the disk to the host."""
         if self.tiers is None or self.tiers.disk is None or not use_cache or self.tiers.swapped(seq.id) is not None:
             return False
-        if self.states is not None and not seq.request.remote:
-            return False
         keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))]
+        if self.states is not None and not seq.request.remote:
+            # Pages without a state above them are run again: only those below one on the host are worth it.
+            deepest = self.tiers.states.match(keys, seq.tokens, 0)
+            keys = keys[: deepest[0].length // PAGE_TOKENS] if deepest else []
         return self.tiers.staging(seq.id, keys, len(self.cache.match(keys)))
 
     def loading(self, seq: Sequence) -> bool:
         """Its pages are on their way up: it owns all it needs, and cannot run before loaded()."""
         return self.tiers is not None and self.tiers.busy(seq.id)
 
-    def loaded(self, seq: Sequence, computed: int) -> None:
+    def loaded(self, seq: Sequence, loaded: Loaded) -> None:
         """As many of its tokens are in its pages (and state) now."""
-        seq.computed = seq.whole = computed
+        assert loaded.computed is not None
+        seq.computed = seq.whole = loaded.computed
         self.publish(seq)
+        if loaded.kept:
+            assert self.states is not None
+            self.states.publish(seq.full_keys(), seq.computed, (), loaded.kept, 0, seq.computed)
+            self.slots.release([loaded.kept])
 
     def _claimed(self, seq: Sequence, use_cache: bool) -> _Claim | None:
         """What to take, if it is there. A state to copy from is one slot and maybe one page more: with nothing left to
@@ -134,12 +160,27 @@ class Memory:
         own = seq.own_pages(self.headroom_tokens)
         forked = own - len(seq.tokens) // PAGE_TOKENS
         match = self._match(seq) if use_cache else Match([], None)
-        # With a state, pages past it are run again, so they are not taken; one that arrives whole needs no state here.
-        replayed = self.states is not None and not seq.request.remote
-        hit = match.pages[: match.resumed // PAGE_TOKENS] if replayed else match.pages
+        if self.states is not None and not seq.request.remote:
+            return self._claim_state(seq, match, own, forked, use_cache)
+        # One that arrives whole needs no state here.
+        fresh = own - len(match.pages) + (seq.rows - 1) * forked
+        below = self._below(seq, len(match.pages)) if use_cache else []
+        return _Claim(match, match.pages, fresh, seq.rows if self.states is not None else 0, below)
+
+    def _claim_state(self, seq: Sequence, match: Match, own: int, forked: int, use_cache: bool) -> _Claim:
+        """With a state, pages past it are run again, so they are not taken."""
+        below: list[Entry] = []
+        lower, kept = None, False
+        if use_cache and self.tiers is not None:
+            keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))]
+            below, lower = self.tiers.find_state(keys, seq.tokens, len(match.pages), match.resumed)
+            match = Match(match.pages, None if lower else match.state, len(below), lower.length if lower else 0)
+        hit = match.pages[: match.resumed // PAGE_TOKENS]
+        below = below[: lower.length // PAGE_TOKENS - len(hit)] if lower else []
+        if lower is not None and not lower.tail:
+            kept = self.slots.available - self.ledger.booked.slots > seq.rows
         fresh = own - len(hit) + (seq.rows - 1) * forked
-        below = self._below(seq, len(hit)) if use_cache and not replayed else []
-        return _Claim(match, hit, fresh, seq.rows if self.states is not None else 0, below)
+        return _Claim(match, hit, fresh, seq.rows + kept, below, lower, kept)
 
     def _below(self, seq: Sequence, held: int) -> list[Entry]:
         if self.tiers is None:
@@ -177,7 +218,7 @@ class Memory:
         seq.checkpoints = ()
         if self.states is None:
             return
-        seq.slot, *seq.spare_slots = slots
+        seq.slot, *seq.spare_slots = slots[: seq.rows]
         state = claim.match.state
         if state is not None:
             assert state.length == seq.computed, "a state of another length"
@@ -224,6 +265,7 @@ class Memory:
             assert self.states is not None
             keys = seq.hasher.page_keys(seq.tokens)[: length // PAGE_TOKENS]
             self.states.publish(keys, length, (), slot, 0, length)
+            self._saw_state(seq, keys[-1], length, ())
         self.drop_checkpoints(row)
 
     def drop_checkpoints(self, row: Row) -> None:
@@ -239,6 +281,12 @@ class Memory:
         tail = seq.tokens[border : seq.computed]
         page = seq.pages[len(keys)] if tail else 0
         self.states.publish(keys, seq.computed, tail, seq.slot, page, seq.whole)
+        if keys:
+            self._saw_state(seq, keys[-1], seq.computed, tuple(tail))
+
+    def _saw_state(self, seq: Sequence, key: bytes, length: int, tail: tuple[int, ...]) -> None:
+        if self.tiers is not None:
+            self.tiers.sightings.state(state_id(key, tail), length, seq.request.spec.prompt_len)
 
     def fork(self, lead: Sequence, choice: int, seq_id: int) -> Sequence:
         """A further choice after the prompt: full pages shared, the last partial page and the slot copied by the next

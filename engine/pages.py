@@ -185,6 +185,16 @@ class PageHold:
         self._parts: tuple[tuple[PagePool, tuple[int, ...]], ...] = tuple(parts)
         self._lock = threading.Lock()
 
+    @classmethod
+    def joined(cls, *holds: PageHold) -> PageHold:
+        """One hold that takes over what the others had."""
+        parts: list[tuple[PagePool, tuple[int, ...]]] = []
+        for hold in holds:
+            with hold._lock:
+                parts += hold._parts
+                hold._parts = ()
+        return cls(parts)
+
     @property
     def held(self) -> bool:
         return bool(self._parts)

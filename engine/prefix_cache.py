@@ -18,7 +18,7 @@ from kvtransfer.hashing import LINK_PAGES
 @dataclass(frozen=True, slots=True)
 class CacheChange:
     """keys in chain order when stored, tail first when removed. state_length > 0: not pages but the state after so many
-    tokens came or went; keys has the one it hangs on. tier: where the pages are now, if they are still stored."""
+    tokens came, went or changed its tier; keys has the one it hangs on. tier: where it is now, if still stored."""
 
     sequence: int
     stored: bool
@@ -29,13 +29,21 @@ class CacheChange:
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """Every key here as of `sequence`; a key comes after the one it hangs on. states: (key, length) of each.
-    lower: (tier, keys) of those that are only below the device."""
+    """Every key here as of `sequence`; a key comes after the one it hangs on. states: (key, length) of each, on the
+    device. lower, lower_states: (tier, keys) and (tier, states) of those that are only below the device."""
 
     sequence: int
     keys: tuple[bytes, ...]
     states: tuple[tuple[bytes, int], ...] = ()
     lower: tuple[tuple[str, tuple[bytes, ...]], ...] = ()
+    lower_states: tuple[tuple[str, tuple[tuple[bytes, int], ...]], ...] = ()
+
+
+STATE_TIERS = ("device", "host", "disk")
+
+
+def _highest(tiers: Counter[str]) -> str:
+    return next((tier for tier in STATE_TIERS if tiers[tier]), "")
 
 
 @dataclass(slots=True)
@@ -61,7 +69,7 @@ class PrefixCache:
         self._page_wanted: Callable[[int], bool] = lambda _: False
         self._dropped: Callable[[Sequence[bytes], Sequence[int]], dict[bytes, str]] = lambda _, __: {}
         self._below: Callable[[], dict[str, list[bytes]]] = dict
-        self._states: Counter[tuple[bytes, int]] = Counter()
+        self._states: dict[tuple[bytes, int], Counter[str]] = {}
         pool.set_evictor(self._evict)
 
     @property
@@ -100,18 +108,27 @@ class PrefixCache:
         with self._pool.lock:
             self._record(bool(tier), keys, tier=tier or "device")
 
+    def key_of(self, page: int) -> bytes | None:
+        return self._key_of.get(page)
+
     def oldest(self, count: int) -> list[tuple[int, bytes, bytes | None]]:
         """(page, key, parent) of the idle pages that would be evicted first, of at most `count` looked at."""
         with self._pool.lock:
             named = [(page, self._key_of.get(page)) for page in self._pool.oldest(count)]
             return [(page, key, self._nodes[key].parent) for page, key in named if key is not None]
 
-    def record_state(self, key: bytes, length: int, ready: bool) -> None:
-        """Journal a state that came or went. The caller holds the lock."""
-        self._states[key, length] += 1 if ready else -1
-        if not self._states[key, length]:
+    def record_state(self, key: bytes, length: int, ready: bool, tier: str = "device") -> None:
+        """Count a state that came to a tier or left it, and journal what that changes for a reader: where the highest
+        one of this key and length is, for several may differ in their last tokens only. The caller holds the lock."""
+        tiers = self._states.setdefault((key, length), Counter())
+        before = _highest(tiers)
+        tiers[tier] += 1 if ready else -1
+        after = _highest(tiers)
+        if not after:
             del self._states[key, length]
-        self._record(ready, [key], length)
+            self._record(False, [key], length, before)
+        elif after != before:
+            self._record(True, [key], length, after)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the longest known prefix of `keys` (in chain order). Takes no count: call under the pool's lock
@@ -173,7 +190,13 @@ class PrefixCache:
         with self._pool.lock:
             below = {tier: tuple(k for k in keys if k not in self._nodes) for tier, keys in self._below().items()}
             lower = tuple((tier, keys) for tier, keys in below.items() if keys)
-            return CacheSnapshot(self._sequence, tuple(self._nodes), tuple(self._states.elements()), lower)
+            states: dict[str, list[tuple[bytes, int]]] = {}
+            for state, tiers in self._states.items():
+                states.setdefault(_highest(tiers), []).append(state)
+            here = tuple(states.pop("device", ()))
+            return CacheSnapshot(
+                self._sequence, tuple(self._nodes), here, lower, tuple((t, tuple(s)) for t, s in states.items())
+            )
 
     def set_change_listener(self, on_change: Callable[[], None]) -> None:
         """Called under the pool's lock after every change: only wake somebody up."""

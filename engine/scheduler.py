@@ -289,10 +289,14 @@ class Scheduler:
         if self.memory.tiers is None:
             return
         self.memory.tiers.poll()
-        for loaded in self.memory.tiers.take_loaded():
-            seq = next(s for s in self._running if s.id == loaded.seq)
-            self.memory.loaded(seq, loaded.computed)
-            self._admitted(seq, loaded.computed, now)
+        while arrived := self.memory.tiers.take_loaded():
+            for loaded in arrived:
+                seq = next(s for s in self._running if s.id == loaded.seq)
+                if loaded.computed is None:
+                    self._preempt(seq)
+                else:
+                    self.memory.loaded(seq, loaded)
+                    self._admitted(seq, loaded.computed, now)
 
     def _may_use_cache(self, request: Request) -> bool:
         """Positions whose log-probabilities are wanted must be run."""

@@ -17,7 +17,9 @@ over the next shallower state, per byte, in [0, 1]. So a state between two other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.pages import PagePool, SlotPool
@@ -51,18 +53,27 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """pages: of the longest known prefix, `known` tokens of it; state: the deepest one inside it, if any."""
+    """pages: of the longest known prefix on the device; below: how many more follow on the host; `known` tokens of
+    both. state: the deepest one inside the device's, if any. lower: length of one on the host that is used instead."""
 
     pages: list[int]
     state: State | None
+    below: int = 0
+    lower: int = 0
 
     @property
     def known(self) -> int:
-        return len(self.pages) * PAGE_TOKENS
+        return (len(self.pages) + self.below) * PAGE_TOKENS
 
     @property
     def resumed(self) -> int:
-        return self.state.length if self.state else 0
+        return self.lower or (self.state.length if self.state else 0)
+
+
+def state_id(key: bytes, tail: Sequence[int]) -> bytes:
+    """One name for a state on any tier."""
+    data = key + struct.pack(f"<{len(tail)}I", *tail)
+    return hashlib.blake2b(data, digest_size=32, person=b"pdserve-state").digest()
 
 
 class StateCache:
@@ -76,6 +87,9 @@ class StateCache:
         self._by_key: dict[bytes, list[State]] = {}
         self._by_page: dict[int, State] = {}
         self._looked_up = 0
+        self.version = 0  # grows with every state that comes, goes or is hit
+        self.rank: Callable[[bytes], int] = lambda _: 0
+        self.dropped: Callable[[State], None] = lambda _: None
         slots.set_evictor(lambda _: self._drop(self._victim()))
         cache.set_dependents(self._key_gone, self._page_wanted)
 
@@ -93,10 +107,11 @@ class StateCache:
             pages = self._cache.match(keys)
             self._looked_up += 1
             for depth in range(len(pages), 0, -1):
-                fits = [s for s in self._by_key.get(keys[depth - 1], ()) if _fits(s, tokens)]
-                if fits:
-                    best = max(fits, key=lambda s: s.length)
+                found = [s for s in self._by_key.get(keys[depth - 1], ()) if fits(s.length, s.tail, tokens)]
+                if found:
+                    best = max(found, key=lambda s: s.length)
                     best.used = self._looked_up
+                    self.version += 1
                     return Match(pages, best)
             return Match(pages, None)
 
@@ -121,12 +136,36 @@ class StateCache:
                 if other.below is state.below and other.length > length and self._descends(other, state):
                     other.below = state
             self._by_key.setdefault(state.key, []).append(state)
+            self.version += 1
             self._slots.keep(slot)
             if page:
                 self._by_page[page] = state
                 self._pages.keep(page)
             self._cache.record_state(state.key, length, ready=True)
             return True
+
+    def victims(self, count: int) -> list[State]:
+        """The idle states that would be evicted first, in that order."""
+        with self._pages.lock:
+            return self._by_score()[:count]
+
+    def on_page(self, page: int) -> list[State]:
+        """The states that go when the device page `page` is evicted."""
+        partial = self._by_page.get(page)
+        if partial is not None:
+            return [partial]
+        key = self._cache.key_of(page)
+        return list(self._by_key.get(key, ())) if key is not None else []
+
+    def touch(self, key: bytes) -> None:
+        """Somebody whose entries these are has come back."""
+        for state in self._by_key.get(key, ()):
+            state.used = self._looked_up
+
+    def saving(self, state: State) -> float:
+        """FLOPs of prefill saved per byte."""
+        size = self._model.slot_memory + (self._model.page_bytes if state.page else 0)
+        return self._model.flops(state.start, state.length) / size
 
     def entries(self) -> list[tuple[bytes, int]]:
         """(page key, length) of every state."""
@@ -169,21 +208,23 @@ class StateCache:
         return key is not None and not state.tail
 
     def _victim(self) -> State:
-        idle = [s for s in self._all() if self._slots.refs(s.slot) == 0]
+        idle = self._by_score()
         assert idle, "cached slots without a state"
+        return idle[0]
+
+    def _by_score(self) -> list[State]:
+        """Idle states, the first to go first: by rank (see engine.retention), then by score."""
+        idle = [s for s in self._all() if self._slots.refs(s.slot) == 0]
+        if not idle:
+            return []
         oldest, newest = min(s.used for s in idle), max(s.used for s in idle)
-        best = max(self._saving(s) for s in idle)
+        best = max(self.saving(s) for s in idle)
 
-        def score(state: State) -> float:
+        def score(state: State) -> tuple[int, float]:
             recency = (state.used - oldest) / max(newest - oldest, 1)
-            return recency + SAVING_WEIGHT * self._saving(state) / best
+            return self.rank(state.key), recency + SAVING_WEIGHT * self.saving(state) / best
 
-        return min(idle, key=score)
-
-    def _saving(self, state: State) -> float:
-        """FLOPs of prefill saved per byte."""
-        size = self._model.slot_memory + (self._model.page_bytes if state.page else 0)
-        return self._model.flops(state.start, state.length) / size
+        return sorted(idle, key=score)
 
     def _drop(self, state: State) -> None:
         """Forget one state. A slot or page that is still held loses its name, not its content."""
@@ -199,6 +240,8 @@ class StateCache:
             del self._by_page[state.page]
             self._pages.unkeep(state.page)
         self._cache.record_state(state.key, state.length, ready=False)
+        self.version += 1
+        self.dropped(state)
 
     def _key_gone(self, key: bytes) -> None:
         for state in list(self._by_key.get(key, ())):
@@ -212,9 +255,9 @@ class StateCache:
         return state is not None
 
 
-def _fits(state: State, tokens: Sequence[int]) -> bool:
-    start = state.length - len(state.tail)
-    return state.length < len(tokens) and tuple(tokens[start : state.length]) == state.tail
+def fits(length: int, tail: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether a state of `length` tokens that ends in `tail` can be resumed by `tokens`, all full pages being known."""
+    return length < len(tokens) and tuple(tokens[length - len(tail) : length]) == tuple(tail)
 
 
 JUNCTION_TOKENS = 64

@@ -108,6 +108,7 @@ class WorkerAdmin(worker_pb2_grpc.WorkerServicer):
         keys, states = snapshot.keys, snapshot.states
         pieces = [[_event(True, keys[i : i + KEYS_PER_BATCH])] for i in range(0, len(keys), KEYS_PER_BATCH)]
         ready = [_event(True, (key,), length) for key, length in states]
+        ready += [_event(True, (k,), length, tier) for tier, lower in snapshot.lower_states for k, length in lower]
         pieces += [
             [_event(True, lower[i : i + KEYS_PER_BATCH], tier=tier)]
             for tier, lower in snapshot.lower

@@ -82,8 +82,13 @@ class Config(BaseSettings):
     # the host tier: pages go down before they are dropped, and come up on a hit when that beats computing them
     host_pool_bytes: int = Field(0, ge=0, description="0 = from host_pool_tokens")
     host_pool_tokens: int = Field(0, ge=0, description="both 0 = no host tier")
-    host_store: Literal["all", "prompt"] = Field("all", description="prompt: pages with generated tokens are not kept")
-    host_store_after: int = Field(1, ge=1, description="a page is kept at its so-maniest sighting")
+    host_state_slots: int = Field(
+        0, ge=0, description="recurrent states, those of swapped requests included; 0 = at most half of host_pool_bytes"
+    )
+    host_store: Literal["all", "prompt"] = Field(
+        "all", description="prompt: pages and states with generated tokens are not kept"
+    )
+    host_store_after: int = Field(1, ge=1, description="a page or state is kept at its so-maniest sighting")
     host_tokens_per_request: int = Field(0, ge=0, description="kept of one request, from its beginning; 0 = all")
     host_evict: Literal["lru", "flops"] = Field(
         "lru", description="flops: weigh what a page saves against when it was used"

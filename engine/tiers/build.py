@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.pages import PagePool, SlotPool
 from engine.prefix_cache import PrefixCache
 from engine.runner_api import ModelSpec
+from engine.states import StateCache
 from engine.tiers.disk import Disk, Folder, OpenFile
 from engine.tiers.policy import Sightings
 from engine.tiers.pool import Copier, HostPool, Mover, copy_host
@@ -19,8 +20,11 @@ from kvtransfer.types import PAGE_TOKENS, Region
 from runtime.config import Config
 from runtime.errors import InvalidRequest, Unsupported
 
-SLOT_SHARE = 4
-"""At most one byte in so many of the host pool is for the states of swapped requests."""
+SLOT_SHARE = 2
+"""By default at most one byte in so many of the host pool is for states, cached ones and those of swapped requests."""
+
+SLOTS_PER_DEVICE_SLOT = 4
+"""By default not more than so many states for each the device has room for: pages are what they stand on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ def make_tiers(
     pages: PagePool,
     slots: SlotPool,
     cache: PrefixCache,
+    states: StateCache | None,
     news: Callable[[], None],
     now: Callable[[], float],
     ways: Ways,
@@ -51,16 +56,16 @@ def make_tiers(
     Raises InvalidRequest (the pool is smaller than a page, no folder is free), Unsupported (device memory and no copier
     for it), OSError (the disk).
     """
-    count, states = host_items(config, model, slots.total)
+    count, host_slots = host_items(config, model, slots.total)
     if count == 0:
         return None
     if ways.copier is None and any(region.memory != "DRAM" for region in device):
         raise Unsupported("a host pool needs a copier for this device's memory", field="host_pool_bytes")
-    host = HostPool(model.components, device, count + 1, states + 1 if states else 0)
+    host = HostPool(model.components, device, count + 1, host_slots + 1 if host_slots else 0)
     mover = Mover(tuple(model.components), tuple(device), host.regions, ways.copier or copy_host)
     options = Options(
         pages=count + 1,
-        slots=states + 1 if states else 0,
+        slots=host_slots + 1 if host_slots else 0,
         order=config.host_evict,
         queue_pages=config.host_queue_pages,
         swap=config.swap,
@@ -72,7 +77,7 @@ def make_tiers(
         cap_pages=-(-config.host_tokens_per_request // PAGE_TOKENS),
         bound=max(1 << 14, 4 * (count + pages.total)),
     )
-    tiers = Tiers(options, sightings, pages, slots, cache, mover, ways.lane or Thread("host-tier", news), now)
+    tiers = Tiers(options, sightings, pages, slots, cache, states, mover, ways.lane or Thread("host-tier", news), now)
     if config.disk_pool_bytes:
         folder = Folder(Path(config.disk_pool_dir))
         count = max(1, config.disk_pool_bytes // model.page_bytes)
@@ -93,7 +98,8 @@ def host_items(config: Config, model: ModelSpec, device_slots: int) -> tuple[int
         return 0, 0
     states = 0
     if model.has_state:
-        states = min(device_slots, max(1, budget // SLOT_SHARE // model.slot_bytes))
+        most = max(1, budget // SLOT_SHARE // model.slot_bytes) if config.host_pool_bytes else device_slots
+        states = config.host_state_slots or min(SLOTS_PER_DEVICE_SLOT * device_slots, most)
         if not config.host_pool_bytes:
             budget += states * model.slot_bytes
     count = (budget - states * model.slot_bytes) // model.page_bytes

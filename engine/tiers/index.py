@@ -50,7 +50,12 @@ class TierIndex:
         self._entries: dict[bytes, Entry] = {}
         self._by_page: dict[int, Entry] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}
+        self._page_wanted: Callable[[int], bool] = lambda _: False
         self.pool.set_evictor(self._evict)
+
+    def set_dependents(self, page_wanted: Callable[[int], bool]) -> None:
+        """Whoever keeps pages here that have no key. page_wanted: give up this one, if it is yours."""
+        self._page_wanted = page_wanted
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -97,8 +102,9 @@ class TierIndex:
             self._gone(lost)
 
     def oldest(self, count: int) -> list[Entry]:
-        """The idle entries that would be evicted first."""
-        return [self._by_page[page] for page in self.pool.oldest(count)]
+        """The idle entries that would be evicted first, of at most `count` pages looked at."""
+        found = map(self._by_page.get, self.pool.oldest(count))
+        return [entry for entry in found if entry is not None]
 
     def check(self) -> None:
         """Raises AssertionError."""
@@ -124,6 +130,10 @@ class TierIndex:
         self.pool.unkeep(entry.page)
 
     def _evict(self, oldest: int) -> None:
+        if oldest not in self._by_page:
+            given_up = self._page_wanted(oldest)
+            assert given_up, "a cached page without a name"
+            return
         self.drop(self._victim(oldest).key)
 
     def _victim(self, oldest: int) -> Entry:

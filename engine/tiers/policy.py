@@ -52,8 +52,12 @@ class Sightings:
             if keys[depth] not in self._seen:
                 self._saw(keys[depth], depth, output=True)
 
+    def state(self, name: bytes, length: int, prompt_tokens: int) -> None:
+        """The state after `length` tokens was made or hit (see engine.states.state_id)."""
+        self._saw(name, -(-length // PAGE_TOKENS) - 1, output=length > prompt_tokens)
+
     def wanted(self, key: bytes) -> bool:
-        """Whether this page may take room below."""
+        """Whether this page, or state, may take room below."""
         seen = self._seen.get(key)
         if seen is None:
             return self.after <= 1 and self.scope == "all" and not self.cap_pages

@@ -20,16 +20,13 @@ LOOK_AHEAD = 256
 QUIET_SHARE = 8
 """While nobody waits for room, at most one device page in so many is on its way down: they cannot be used meanwhile."""
 
-WAIT_S = 0.25
-"""An admission waits so long for pages to go down before they are dropped."""
-
 Submit = Callable[[Callable[[], list[Sums]], Callable[[list[Sums], Exception | None, float], None]], None]
 """(what to run on the tier's thread, what to do with its result, error and seconds)"""
 
 
 class Stores:
     """queue_pages: on their way down at most. submit: see Submit. published: told entries whose bytes are on the host,
-    parents first, and the seconds their copy took. now: monotonic seconds."""
+    parents first, and the seconds their copy took."""
 
     def __init__(
         self,
@@ -42,17 +39,15 @@ class Stores:
         queue_pages: int,
         submit: Submit,
         published: Callable[[list[Entry], float], None],
-        now: Callable[[], float],
     ) -> None:
         self._pages, self._cache, self._host = pages, cache, host
         self._sightings, self._mover, self._counts = sightings, mover, counts
         self._queue_pages = queue_pages
-        self._submit, self._published, self._now = submit, published, now
+        self._submit, self._published = submit, published
         self._storing: set[bytes] = set()
         self._refused: set[bytes] = set()  # their store failed; tried again after one that did not
         self._ahead: set[bytes] = set()  # device pages stored before anybody needed their room
         self._tried: set[bytes] = set()  # stores started for the room that is being made
-        self._asked_at: float | None = None  # since when an admission waits for stores
 
     @property
     def under_way(self) -> bool:
@@ -64,20 +59,13 @@ class Stores:
             quiet = max(1, self._pages.total // QUIET_SHARE)
             self._start(LOOK_AHEAD, frozenset(), min(self._queue_pages, quiet), self._ahead)
 
-    def make_room(self, count: int, keep: Collection[int], poll: Callable[[], None]) -> bool:
-        """Whether the `count` idle pages that are about to be evicted (none of `keep`) may go: their bytes are below,
-        or not wanted there. If not, copies are started, and this is asked again when they are done. Who has waited
-        long enough drops them. poll: concludes what is over already."""
-        left = self._start(count, keep, self._queue_pages, self._tried)
-        poll()
-        now = self._now()
-        if self._asked_at is None:
-            self._asked_at = now
-        if (left or self._storing) and now - self._asked_at < WAIT_S:
-            return False
-        self._asked_at = None
+    def make_room(self, count: int, keep: Collection[int]) -> bool:
+        """Start copies of the `count` idle pages that are about to be evicted (none of `keep`), where their bytes are
+        wanted below. Whether something was left for later."""
+        return self._start(count, keep, self._queue_pages, self._tried)
+
+    def made_room(self) -> None:
         self._tried.clear()
-        return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """These have left the device."""

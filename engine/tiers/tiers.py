@@ -1,6 +1,7 @@
-"""The tiers of one engine: pages down before they are dropped, up again on a hit, and running requests swapped.
+"""The tiers of one engine: pages and states down before they are dropped, up again on a hit, running requests swapped.
 
-Engine thread only; copies run on a lane (work.py) and are concluded in poll(). Ownership while a copy is under way:
+Engine thread only; copies run on a lane (work.py) and are concluded in poll(). Ownership while a copy is under way
+(slots and the states in them as pages):
 
 | copy     | device page                                | host page                                              |
 |----------|--------------------------------------------|--------------------------------------------------------|
@@ -15,27 +16,35 @@ A failed copy is a miss: what was not loaded is computed. With no room, or too m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.pages import PageHold, PagePool, SlotPool, hold_both
 from engine.prefix_cache import PrefixCache
+from engine.states import State, StateCache
 from engine.tiers.cost import Costs
 from engine.tiers.disk import Disk
 from engine.tiers.index import Entry, TierIndex
+from engine.tiers.loads import Loaded, Loading, Loads
 from engine.tiers.policy import Order, Sightings
-from engine.tiers.pool import Mover, Pair, Sums
+from engine.tiers.pool import Mover
 from engine.tiers.spill import DiskTier
-from engine.tiers.stats import Counts, Moved, TierReport
+from engine.tiers.state_stores import StateStores
+from engine.tiers.states import HostState, HostStates
+from engine.tiers.stats import Counts, TierReport
 from engine.tiers.stores import Stores
+from engine.tiers.swaps import Swapped, Swaps
 from engine.tiers.work import Job, Lane, Urgency
 from kvtransfer.types import PAGE_TOKENS
+
+WAIT_S = 0.25
+"""An admission waits so long for pages and states to go down before they are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """queue_pages: pages on their way down at most. cap_pages etc.: see policy.Sightings. poison: device pages whose
-    content has gone down are overwritten when they are given up (a test's proof that bytes came back up)."""
+    """queue_pages: pages on their way down at most. poison: device pages and slots whose content has gone down are
+    overwritten when they are given up (a test's proof that bytes came back up)."""
 
     pages: int
     slots: int = 0
@@ -45,42 +54,9 @@ class Options:
     poison: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Swapped:
-    """A request that was running. computed: tokens in its pages and state. saved: its bytes are on the host."""
-
-    computed: int
-    pages: list[int]
-    slot: int
-    page_sums: list[Sums]
-    slot_sums: list[Sums]
-    saved: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Loading:
-    """base: tokens on the device already; source: what comes up; target: device pages; hold: on those."""
-
-    seq: int
-    base: int
-    pairs: list[Pair]
-    sums: list[Sums]
-    keys: list[bytes]
-    slots: list[Pair]
-    hold: PageHold
-    swapped: Swapped | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """seq has `computed` tokens in its pages now."""
-
-    seq: int
-    computed: int
-
-
 class Tiers:
-    """lane runs the copies. costs.prefill is measured by the engine. now: monotonic seconds."""
+    """lane runs the copies. costs.prefill is measured by the engine. now: monotonic seconds. states: the device's, of a
+    model that has any."""
 
     def __init__(
         self,
@@ -89,6 +65,7 @@ class Tiers:
         pages: PagePool,
         slots: SlotPool,
         cache: PrefixCache,
+        states: StateCache | None,
         mover: Mover,
         lane: Lane,
         now: Callable[[], float],
@@ -98,14 +75,13 @@ class Tiers:
         self.costs = Costs()
         self.counts = Counts()
         self.host = TierIndex(options.pages, options.order, self._left_host, pages.lock)
-        self.host_slots = SlotPool(options.slots)
+        self.host_slots = SlotPool(options.slots, pages.lock)
+        self.states = HostStates(self.host_slots, self.host, cache, options.order)
         self._pages, self._slots, self._cache = pages, slots, cache
-        self._mover, self._lane = mover, lane
+        self._mover, self._lane, self._now = mover, lane, now
         self._page_bytes, self._slot_bytes = mover.item_bytes(True), mover.item_bytes(False)
-        self._swapped: dict[int, Swapped] = {}
-        self._loading: dict[int, Loading] = {}
-        self._loaded: list[Loaded] = []
         self._jobs = 0
+        self._asked_at: float | None = None  # since when an admission waits for stores
         self._stores = Stores(
             pages,
             cache,
@@ -116,10 +92,44 @@ class Tiers:
             options.queue_pages,
             submit=lambda run, done: self._submit(Urgency.STORE, run, done),
             published=self._publish,
-            now=now,
+        )
+        self.state_stores = self._state_stores(states) if states is not None else None
+        self._loads = Loads(
+            mover,
+            self.counts,
+            submit=lambda run, done: self._submit(Urgency.LOAD, run, done),
+            copied=lambda some, others, s: self._copied("up", some * self._page_bytes + others * self._slot_bytes, s),
+            give_back=lambda slot: slots.release([slot]),
+        )
+        self._swaps = Swaps(
+            (pages, slots),
+            self.host,
+            self.host_slots,
+            mover,
+            self.costs,
+            self.counts,
+            submit=lambda run, done: self._submit(Urgency.SWAP, run, done),
+            copied=lambda nbytes, seconds: self._copied("down", nbytes, seconds),
+            poison=options.poison,
         )
         self.disk: DiskTier | None = None
         cache.set_lower(self._dropped, self._below)
+
+    def _state_stores(self, states: StateCache) -> StateStores:
+        if self.options.poison:
+            states.dropped = self._poison_state
+        return StateStores(
+            (self._pages, self._slots),
+            states,
+            self.states,
+            self.host.pool,
+            self.sightings,
+            self._mover,
+            self.counts,
+            queue=max(2, self.options.queue_pages * self._page_bytes // self._slot_bytes),
+            submit=lambda run, done: self._submit(Urgency.STORE, run, done),
+            published=self._publish_state,
+        )
 
     def add_disk(self, disk: Disk, lane: Lane, queue_pages: int) -> None:
         """Put a disk tier below the host's. Once, before anything runs."""
@@ -138,30 +148,65 @@ class Tiers:
 
     def take_loaded(self) -> list[Loaded]:
         """Requests whose load is over, since the last call."""
-        loaded, self._loaded = self._loaded, []
-        return loaded
+        return self._loads.take()
 
     @property
     def idle(self) -> bool:
         """No copy is under way."""
         return self._jobs == 0 and (self.disk is None or self.disk.jobs == 0)
 
-    def store(self) -> None:
-        """Start copies of idle device pages that would be evicted soon and are wanted below."""
-        self._stores.ahead()
+    # --- down -------------------------------------------------------------------------------------------------------
 
-    def make_room(self, count: int, keep: Collection[int], wanted: Sequence[Entry]) -> bool:
-        """See Stores.make_room. wanted: host entries that must not be pushed out by this."""
-        if count <= 0 or self.options.pages == 0:
+    def store(self) -> None:
+        """Start copies of what is idle on the device, would be evicted soon and is wanted below."""
+        self._stores.ahead()
+        if self.state_stores is not None:
+            self.state_stores.ahead()
+
+    def make_room(
+        self,
+        pages: int,
+        keep: Collection[int],
+        wanted: Sequence[Entry],
+        slots: int = 0,
+        state: State | HostState | None = None,
+    ) -> bool:
+        """Whether so many idle pages (none of `keep`) and slots may be evicted: their bytes are below, or not wanted
+        there. If not, copies are started, and this is asked again when they are done. Who has waited long enough drops
+        them. wanted, state: what is hit, which must not be pushed out by this."""
+        if pages <= 0 and slots <= 0:
             return True
-        with self.host.pool.hold([entry.page for entry in wanted]):
-            return self._stores.make_room(count, keep, self.poll)
+        lower = state if isinstance(state, HostState) else None
+        held = [entry.page for entry in wanted] + ([lower.page] if lower and lower.page else [])
+        with hold_both(self.host.pool, held, self.host_slots, [lower.slot] if lower else []):
+            left = self._stores.make_room(pages, keep) if pages > 0 else False
+            if self.state_stores is not None:
+                going = [p for p in self._pages.oldest(pages + len(keep)) if p not in keep] if pages > 0 else []
+                left |= self.state_stores.make_room(slots, going, state if isinstance(state, State) else None)
+            self.poll()
+        return self._waited(left or self._storing)
+
+    def _waited(self, pending: bool) -> bool:
+        now = self._now()
+        if self._asked_at is None:
+            self._asked_at = now
+        if pending and now - self._asked_at < WAIT_S:
+            return False
+        self._asked_at = None
+        self._stores.made_room()
+        if self.state_stores is not None:
+            self.state_stores.made_room()
+        return True
+
+    @property
+    def _storing(self) -> bool:
+        return self._stores.under_way or (self.state_stores is not None and self.state_stores.under_way)
 
     def _publish(self, batch: list[Entry], seconds: float) -> None:
         """Parents come first, so that nothing enters whose parent is nowhere (it was dropped meanwhile)."""
         self._copied("down", len(batch) * self._page_bytes, seconds)
         for entry in batch:
-            known = entry.parent is None or entry.parent in self._cache or bool(self._tier(entry.parent))
+            known = entry.parent is None or self.has(entry.parent)
             on_device = entry.key in self._cache
             if known and self.host.add(entry):
                 self.counts.stored += 1
@@ -170,16 +215,37 @@ class Tiers:
         if self.disk is not None:
             self.disk.spill([entry for entry in batch if entry.key in self.host])
 
+    def _publish_state(self, state: HostState, seconds: float) -> None:
+        """Unless its pages have gone meanwhile."""
+        self._copied("down", self._slot_bytes + (self._page_bytes if state.page else 0), seconds)
+        if self.has(state.key) and self.states.add(state):
+            self.counts.stored_states += 1
+
     # --- prefix hits ------------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes], held: int) -> list[Entry]:
         """What follows the first `held` of `keys` on the host, when fetching it is faster than computing it."""
-        found = self.host.match(keys, held) if self.options.pages else []
+        found = self.host.match(keys, held)
         tokens = len(found) * PAGE_TOKENS
         if found and not self.costs.fetch_pays("host", len(found) * self._page_bytes, tokens):
             self.counts.declined += 1
             return []
         return found
+
+    def find_state(
+        self, keys: Sequence[bytes], tokens: Sequence[int], held: int, resumed: int
+    ) -> tuple[list[Entry], HostState | None]:
+        """What follows the first `held` of `keys` on the host; and the longest state there that can be resumed with
+        those pages, when fetching it and the pages below it is faster than running the tokens from `resumed` on."""
+        entries = self.host.match(keys, held)
+        candidates = self.states.match(keys[: held + len(entries)], tokens, resumed)
+        for state in candidates:
+            pages = max(state.length // PAGE_TOKENS - held, 0) + bool(state.page)
+            nbytes = pages * self._page_bytes + self._slot_bytes
+            if self.costs.fetch_pays("host", nbytes, state.length - resumed):
+                return entries, state
+        self.counts.declined += bool(candidates)
+        return entries, None
 
     def staging(self, seq: int, keys: Sequence[bytes], held: int) -> bool:
         """Whether a waiting request had better wait for pages that are on their way from the disk to the host. held:
@@ -193,136 +259,75 @@ class Tiers:
 
     def load(self, seq: int, base: int, entries: Sequence[Entry], targets: Sequence[int]) -> None:
         """Bring `entries` up into the device pages `targets`, which the request owns. base: tokens before them."""
-        assert seq not in self._loading
-        self.host.pool.share([entry.page for entry in entries])
         pairs = [(target, entry.page) for target, entry in zip(targets, entries, strict=True)]
-        hold = self._pages.hold([target for target, _ in pairs])
-        loading = Loading(seq, base, pairs, [e.sums for e in entries], [e.key for e in entries], [], hold)
-        self._start_load(loading)
+        hold = PageHold.joined(self._pages.hold(targets), self.host.pool.hold([entry.page for entry in entries]))
+
+        def spoilt(good: int, _: int) -> None:
+            self.host.drop(entries[good].key)
+
+        self._loads.start(Loading(seq, pairs, [e.sums for e in entries], hold, base=base, spoilt=spoilt))
+
+    def load_state(
+        self, seq: int, entries: Sequence[Entry], state: HostState, targets: Sequence[int], slot: int, kept: int
+    ) -> None:
+        """Bring `state` up into the request's `slot`, and the pages below it that are not on the device into `targets`
+        (the partial one last). kept: another slot that gets the state, for the device's cache; its count is taken
+        over."""
+        sources = [entry.page for entry in entries] + ([state.page] if state.page else [])
+        slots = [slot, kept] if kept else [slot]
+        device = hold_both(self._pages, targets, self._slots, slots)
+        host = PageHold.joined(self.states.use(state), self.host.pool.hold([entry.page for entry in entries]))
+
+        def spoilt(pages: int, slots_good: int) -> None:
+            if slots_good == len(slots) and pages < len(entries):
+                self.host.drop(entries[pages].key)
+            self.states.drop(state)
+
+        self._loads.start(
+            Loading(
+                seq,
+                list(zip(targets, sources, strict=True)),
+                [e.sums for e in entries] + ([state.page_sums] if state.page else []),
+                PageHold.joined(device, host),
+                whole=state.length,
+                slots=[(target, state.slot) for target in slots],
+                slot_sums=[state.slot_sums] * len(slots),
+                spoilt=spoilt,
+                kept=kept,
+            )
+        )
 
     def busy(self, seq: int) -> bool:
         """A load of this request is under way."""
-        return seq in self._loading
-
-    def _start_load(self, loading: Loading) -> None:
-        self._loading[loading.seq] = loading
-
-        def run() -> tuple[int, int]:
-            slot_sums = loading.swapped.slot_sums if loading.swapped else []
-            slots = self._mover.load(False, loading.slots, slot_sums) if loading.slots else 0
-            return self._mover.load(True, loading.pairs, loading.sums), slots
-
-        def done(good: tuple[int, int] | None, error: Exception | None, seconds: float) -> None:
-            if error is not None:
-                self.counts.failed += 1
-            elif good != (len(loading.pairs), len(loading.slots)):
-                self.counts.corrupt += 1
-                if good is not None and loading.keys:
-                    self.host.drop(loading.keys[good[0]])
-            self._concluded(loading, good or (0, 0), seconds)
-
-        self._submit(Urgency.LOAD, run, done)
-
-    def _concluded(self, loading: Loading, good: tuple[int, int], seconds: float) -> None:
-        pages, slots = good
-        self._copied("up", pages * self._page_bytes + slots * self._slot_bytes, seconds)
-        if loading.swapped is None:
-            self.host.pool.release([host for _, host in loading.pairs])
-            self.counts.hit_pages += pages
-        else:
-            self._give_back(loading.swapped)
-        loading.hold.release()
-        if self._loading.get(loading.seq) is loading:
-            del self._loading[loading.seq]
-            self._loaded.append(Loaded(loading.seq, self._computed(loading, pages, slots)))
-
-    @staticmethod
-    def _computed(loading: Loading, pages: int, slots: int) -> int:
-        if loading.swapped is None:
-            return loading.base + pages * PAGE_TOKENS
-        whole = pages == len(loading.pairs) and slots == len(loading.slots)
-        return loading.swapped.computed if whole else 0
+        return seq in self._loads.under_way
 
     # --- swapping running requests ------------------------------------------------------------------------------------
 
     def swap_out(self, seq: int, computed: int, pages: Sequence[int], slot: int) -> bool:
-        """Copy a running request's pages and slot down; the caller gives back its own counts right after. False: no
-        room, or computing again costs less. Then nothing changes."""
-        if not self.options.swap or not self.options.pages or not computed:
-            return False
-        nbytes = len(pages) * self._page_bytes + (self._slot_bytes if slot else 0)
-        if not self.costs.swap_pays(nbytes, computed):
-            self.counts.declined += 1
-            return False
-        targets = self.host.pool.allocate(len(pages))
-        slots = self.host_slots.allocate(1 if slot else 0)
-        if targets is None or slots is None:
-            self.host.pool.release(targets or [])
-            self.host_slots.release(slots or [])
-            self.counts.dropped += 1
-            return False
-        swapped = Swapped(computed, targets, slots[0] if slots else 0, [], [])
-        self._swapped[seq] = swapped
-        self.counts.swapped_out += 1
-        self._save(swapped, list(pages), slot, nbytes)
-        return True
+        """See Swaps.out. Nothing to do for what has computed nothing."""
+        return bool(self.options.swap and computed and self._swaps.out(seq, computed, pages, slot))
 
-    def _save(self, swapped: Swapped, pages: list[int], slot: int, nbytes: int) -> None:
-        hold = hold_both(self._pages, pages, self._slots, [slot] if slot else [])
-        pairs = list(zip(pages, swapped.pages, strict=True))
-        slots = [(slot, swapped.slot)] if slot else []
-
-        def run() -> tuple[list[Sums], list[Sums]]:
-            return self._mover.save(True, pairs), self._mover.save(False, slots) if slots else []
-
-        def done(sums: tuple[list[Sums], list[Sums]], error: Exception | None, seconds: float) -> None:
-            if error is None:
-                swapped.page_sums, swapped.slot_sums = sums
-                self._copied("down", nbytes, seconds)
-                swapped.saved = True
-            else:
-                self.counts.failed += 1
-            current = next((seq for seq, known in self._swapped.items() if known is swapped), None)
-            if current is None or error is not None:
-                self._swapped.pop(current, None) if current is not None else None
-                self._give_back(swapped)
-            if self.options.poison:
-                self._poison_unshared(pages, slot)
-            hold.release()
-
-        self._submit(Urgency.SWAP, run, done)
+    def swap_in(self, seq: int, targets: Sequence[int], slot: int) -> None:
+        """Bring a swapped request back into its new pages and slot."""
+        self._loads.start(self._swaps.back(seq, targets, slot))
 
     def swapped(self, seq: int) -> Swapped | None:
-        return self._swapped.get(seq)
+        return self._swaps.get(seq)
+
+    def hand_over(self, seq: int) -> tuple[Swapped, PageHold]:
+        return self._swaps.hand_over(seq)
 
     @property
     def holds_pages(self) -> bool:
         """Device pages will come free when the copies down that are under way are done."""
-        return self._stores.under_way or any(not swapped.saved for swapped in self._swapped.values())
-
-    def swap_in(self, seq: int, targets: Sequence[int], slot: int) -> None:
-        """Bring a swapped request back into its new pages and slot."""
-        swapped = self._swapped.pop(seq)
-        assert swapped.saved, "its copy is still under way"
-        pairs = list(zip(targets, swapped.pages, strict=True))
-        slots = [(slot, swapped.slot)] if swapped.slot else []
-        hold = hold_both(self._pages, list(targets), self._slots, [slot] if slots else [])
-        self.counts.swapped_in += 1
-        self._start_load(Loading(seq, 0, pairs, swapped.page_sums, [], slots, hold, swapped))
+        return self._storing or self._swaps.under_way
 
     def forget(self, seq: int) -> None:
         """The request has given up its memory: what is on its way lands nowhere, what is kept for it is dropped."""
-        self._loading.pop(seq, None)
+        self._loads.forget(seq)
         if self.disk is not None:
             self.disk.forget(seq)
-        swapped = self._swapped.pop(seq, None)
-        if swapped is not None and swapped.saved:
-            self._give_back(swapped)
-
-    def _give_back(self, swapped: Swapped) -> None:
-        self.host.pool.release(swapped.pages)
-        if swapped.slot:
-            self.host_slots.release([swapped.slot])
+        self._swaps.forget(seq)
 
     # --- the device cache ---------------------------------------------------------------------------------------------
 
@@ -350,7 +355,7 @@ class Tiers:
         self._lost(lost)
 
     def _left_disk(self, keys: Sequence[bytes]) -> None:
-        self._lost([key for key in keys if key not in self._cache and not self._tier(key)])
+        self._lost([key for key in keys if not self.has(key)])
 
     def _lost(self, keys: Sequence[bytes]) -> None:
         if keys:
@@ -360,6 +365,7 @@ class Tiers:
 
     def _orphan(self, key: bytes) -> None:
         """This key is nowhere any more: nor may be what hangs on it."""
+        self.states.key_gone(key)
         self.host.drop(key)
         if self.disk is not None:
             self.disk.index.drop(key)
@@ -370,19 +376,25 @@ class Tiers:
             return "host"
         return "disk" if self.disk is not None and key in self.disk.index else ""
 
+    def has(self, key: bytes) -> bool:
+        """Whether the page under this key is in some tier."""
+        return key in self._cache or bool(self._tier(key))
+
     def _below(self) -> dict[str, list[bytes]]:
         lower = {"host": self.host.keys()}
         if self.disk is not None:
             lower["disk"] = [key for key in self.disk.index.keys() if key not in self.host]  # noqa: SIM118
         return lower
 
-    def _poison_unshared(self, pages: Sequence[int], slot: int) -> None:
-        """Of a swapped request: what nobody else holds and no cache keeps."""
-        self._mover.poison(True, [p for p in pages if self._pages.refs(p) == 1 and not self._pages.kept(p)])
-        if slot and self._slots.refs(slot) == 1 and not self._slots.kept(slot):
-            self._mover.poison(False, [slot])
+    def _poison_state(self, state: State) -> None:
+        """It has left the device: what nobody holds and the host has."""
+        if self.states.has(state.key, state.tail):
+            if self._slots.refs(state.slot) == 0:
+                self._mover.poison(False, [state.slot])
+            if state.page and self._pages.refs(state.page) == 0:
+                self._mover.poison(True, [state.page])
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------------------------
 
     def _submit(
         self, urgency: Urgency, run: Callable[[], Any], done: Callable[[Any, Exception | None, float], None]
@@ -396,33 +408,16 @@ class Tiers:
 
     @property
     def swapped_now(self) -> int:
-        return len(self._swapped)
+        return len(self._swaps)
 
     def reports(self) -> list[TierReport]:
         """One for each tier, from any thread."""
-        found = [("host", self.host, self.counts.hit_pages)]
+        host = TierReport.of("host", self.host.pool, len(self.host), self.counts)
+        states = self.host_slots
+        found = [replace(host, states_total=states.total, states_published=states.cached)]
         if self.disk is not None:
-            found.append(("disk", self.disk.index, self.counts.disk_pages))
-        return [self._report(*one) for one in found]
-
-    def _report(self, tier: str, index: TierIndex, hits: int) -> TierReport:
-        down = self.counts.moves.get((tier, "down"), Moved())
-        up = self.counts.moves.get((tier, "up"), Moved())
-        counts = self.counts
-        return TierReport(
-            tier=tier,
-            pages_total=index.pool.total,
-            pages_published=len(index),
-            pages_held=index.pool.referenced,
-            hit_pages=hits,
-            bytes_down=down.nbytes,
-            bytes_up=up.nbytes,
-            seconds_down=down.seconds,
-            seconds_up=up.seconds,
-            swapped_out=counts.swapped_out if tier == "host" else 0,
-            swapped_in=counts.swapped_in if tier == "host" else 0,
-            faults=counts.failed + counts.corrupt,
-        )
+            found.append(TierReport.of("disk", self.disk.index.pool, len(self.disk.index), self.counts))
+        return found
 
     def close(self) -> None:
         """Wait for what is under way and conclude it. Idempotent."""
@@ -431,13 +426,20 @@ class Tiers:
         if self.disk is not None:
             self.disk.close()
 
-    def check_empty(self) -> None:
-        """Assert that only published pages are left. Raises AssertionError."""
+    def check(self) -> None:
+        """Assert what holds at any moment. Raises AssertionError."""
         self.host.check()
         self.host_slots.check()
-        assert not self._swapped, "swapped requests are left"
-        assert not self._loading, "loads are left"
+        self.states.check(self.has)
+
+    def check_empty(self) -> None:
+        """Assert that only published pages and states are left. Raises AssertionError."""
+        self.check()
+        assert not self._swaps, "swapped requests are left"
+        assert not self._loads.under_way, "loads are left"
         self._stores.check_empty()
+        if self.state_stores is not None:
+            self.state_stores.check_empty()
         assert self.host.pool.referenced == 0, "host pages are still held"
         assert self.host_slots.referenced == 0, "host slots are still held"
         if self.disk is not None:

@@ -75,9 +75,10 @@ class TierLab(Lab):
 
     def settle(self) -> None:
         """Turns until nothing more goes down to the host by itself."""
-        before = -1
-        while before != self.tiers.counts.stored or self.tiers._jobs:
-            before = self.tiers.counts.stored
+        before = (-1, -1)
+        counts = self.tiers.counts
+        while before != (counts.stored, counts.stored_states) or self.tiers._jobs:
+            before = (counts.stored, counts.stored_states)
             self.engine.turn()
             if isinstance(self.lane, Manual):
                 self.lane.run_all()
@@ -85,8 +86,7 @@ class TierLab(Lab):
 
     def check(self) -> None:
         super().check()
-        self.tiers.host.check()
-        self.tiers.host_slots.check()
+        self.tiers.check()
 
     def baseline(self) -> None:
         self.settle()

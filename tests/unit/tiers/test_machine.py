@@ -70,9 +70,11 @@ class TiersMachine(base.EnginesMachine):
         for lab in self.labs:
             for entry in lab.tiers.host.oldest(100):
                 assert entry.sums, "published before it was written"
-            for loading in lab.tiers._loading.values():
-                assert all(lab.engine.pages.refs(device) > 0 for device, _ in loading.pairs)
-                assert all(lab.tiers.host.pool.refs(host) > 0 for _, host in loading.pairs)
+            for loading in lab.tiers._loads.under_way.values():
+                assert all(lab.engine.pages.refs(device) > 0 for device, _ in loading.pages)
+                assert all(lab.tiers.host.pool.refs(host) > 0 for _, host in loading.pages)
+                assert all(lab.engine.slots.refs(device) > 0 for device, _ in loading.slots)
+                assert all(lab.tiers.host_slots.refs(host) > 0 for _, host in loading.slots)
 
     def teardown(self) -> None:
         for lane in self.lanes:

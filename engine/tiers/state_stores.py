@@ -1,0 +1,150 @@
+"""Which states go down to the host, and when: ahead of need while it is quiet, and before eviction. Engine thread only.
+
+A state leaves the device when slots run out, when the page it hangs on goes, or its own partial page; all three are
+foreseen. The source is held until the copy is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from engine.pages import PagePool, SlotPool
+from engine.plan import Copy
+from engine.states import State, StateCache, state_id
+from engine.tiers.policy import Sightings
+from engine.tiers.pool import Mover, Sums
+from engine.tiers.states import HostState, HostStates
+from engine.tiers.stats import Counts
+
+LOOK_AHEAD = 8
+"""States that would be evicted soonest and are kept ready to be dropped."""
+
+_Bytes = tuple[list[Sums], list[Sums]]
+Submit = Callable[[Callable[[], _Bytes], Callable[[_Bytes, Exception | None, float], None]], None]
+"""(what to run on the tier's thread, what to do with its result, error and seconds)"""
+
+
+class StateStores:
+    """queue: states on their way down at most. published: told a state whose bytes are on the host and the seconds its
+    copy took; it takes it in if it has a place. host_pages: for partial pages."""
+
+    def __init__(
+        self,
+        device: tuple[PagePool, SlotPool],
+        states: StateCache,
+        host: HostStates,
+        host_pages: PagePool,
+        sightings: Sightings,
+        mover: Mover,
+        counts: Counts,
+        queue: int,
+        submit: Submit,
+        published: Callable[[HostState, float], None],
+    ) -> None:
+        self._pages, self._slots = device
+        self._states, self._host, self._host_pages = states, host, host_pages
+        self._sightings, self._mover, self._counts = sightings, mover, counts
+        self._queue, self._submit, self._published = queue, submit, published
+        self.settle: Callable[[Copy], None] | None = None
+        self._storing: set[bytes] = set()
+        self._refused: set[bytes] = set()  # their store failed; tried again after one that did not
+        self._tried: set[bytes] = set()  # started for the room that is being made
+        self._looked_at = -1  # the version of the device's states when there was nothing to do ahead
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._storing)
+
+    def ahead(self) -> None:
+        """Start a copy of a state that would be evicted soon, one at a time."""
+        if self._storing or self._looked_at == self._states.version:
+            return
+        if all(pool.free * 2 > pool.total for pool in (self._slots, self._pages)):
+            return
+        if not self._start(self._states.victims(LOOK_AHEAD), 1, set()):
+            self._looked_at = self._states.version
+
+    def make_room(self, slots: int, pages: Collection[int], keep: State | None) -> bool:
+        """Start copies of what goes when `slots` idle slots and the device pages `pages` are taken. Whether something
+        was left for later."""
+        going = [*self._states.victims(slots + (keep is not None))] if slots > 0 else []
+        for page in pages:
+            going += self._states.on_page(page)
+        wanted = [state for state in going if state is not keep]
+        return self._start(wanted, self._queue, self._tried)
+
+    def made_room(self) -> None:
+        self._tried.clear()
+
+    def _start(self, going: Iterable[State], limit: int, tried: set[bytes]) -> bool:
+        """Whether some are on their way now, or were left."""
+        for state in going:
+            name = state_id(state.key, state.tail)
+            known = name in self._storing or name in self._refused or name in tried
+            if known or self._host.has(state.key, state.tail) or not self._sightings.wanted(name):
+                continue
+            if len(self._storing) >= limit:
+                return True
+            if not self._store(name, state):
+                return bool(self._storing)
+            tried.add(name)
+        return bool(self._storing)
+
+    def _store(self, name: bytes, state: State) -> bool:
+        """False: there is no room on the host."""
+        if not self._whole(state):
+            return True
+        slots = self._host.slots.allocate(1)
+        pages = self._host_pages.allocate(1 if state.page else 0)
+        if slots is None or pages is None:
+            self._host.slots.release(slots or [])
+            self._host_pages.release(pages or [])
+            self._counts.dropped += 1
+            return False
+        self._save(name, state, slots, pages)
+        return True
+
+    def _whole(self, state: State) -> bool:
+        """Records do not move: a slot that has some is made whole, unless somebody reads it."""
+        if state.whole == state.length:
+            return True
+        if self.settle is None or self._slots.refs(state.slot):
+            return False
+        self.settle(Copy(False, state.slot, state.slot, state.length, state.whole))
+        state.whole = state.length
+        return True
+
+    def _save(self, name: bytes, state: State, slots: Sequence[int], pages: Sequence[int]) -> None:
+        self._storing.add(name)
+        partial = [state.page] if state.page else []
+        self._pages.share(partial)
+        hold = self._slots.hold([state.slot])
+        saving = self._states.saving(state)
+        source = state.slot
+
+        def run() -> _Bytes:
+            found = self._mover.save(True, list(zip(partial, pages, strict=True))) if partial else []
+            return self._mover.save(False, [(source, slots[0])]), found
+
+        def done(sums: _Bytes, error: Exception | None, seconds: float) -> None:
+            self._storing.discard(name)
+            hold.release()
+            self._pages.release_oldest(partial)
+            if error is None:
+                self._refused.clear()
+                page = pages[0] if pages else 0
+                (slot_sums,), page_sums = sums[0], sums[1][0] if page else ()
+                made = HostState(state.key, state.length, state.tail, slots[0], page, slot_sums, page_sums, saving)
+                self._published(made, seconds)
+            else:
+                self._counts.failed += 1
+                self._refused.add(name)
+            self._looked_at = -1
+            self._host.slots.release(slots)
+            self._host_pages.release(pages)
+
+        self._submit(run, done)
+
+    def check_empty(self) -> None:
+        """Raises AssertionError."""
+        assert not self._storing, "stores of states are left"
