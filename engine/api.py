@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Protocol
 
 from engine.plan import Logprob, SamplingParams
-from kvtransfer.types import First, Hold, LegKey
+from kvtransfer.types import Below, First, Hold, LegKey
 from runtime.errors import PdserveError
 
 
@@ -143,6 +143,24 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOver:
+    """LOCAL and REMOTE: a choice has left at a step's end, in mid-answer, and this is its last event. Pages and state
+    are of token_count tokens; `token` is the newest one, delivered and in no state yet: who goes on with it does so as
+    after a prompt of token_count tokens. below: which of the pages and slots are the host tier's. last: with this
+    choice the request is over. The receiver owns `hold` and must release it."""
+
+    key: LegKey
+    choice: int
+    token_count: int
+    token: int
+    pages: tuple[int, ...]
+    slots: tuple[int, ...]
+    hold: Hold
+    last: bool
+    below: Below | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Ends the request at this worker (deadline, cancel is silent, engine fault of this request alone)."""
 
@@ -150,7 +168,7 @@ class Failed:
     error: PdserveError
 
 
-Event = Admitted | RangeReady | PromptScores | SourceDone | Tokens | Failed
+Event = Admitted | RangeReady | PromptScores | SourceDone | Tokens | HandedOver | Failed
 Sink = Callable[[Sequence[Event]], None]
 
 
@@ -203,6 +221,12 @@ class EnginePort(Protocol):
         """The receiver has all it wants of these choices: they stop, silently, and give back what is theirs alone; the
         others go on. A choice that has not begun never will. Idempotent. When no choice is left the request is over
         without an event, so cancel() is the last word then."""
+        ...
+
+    def handover(self, key: LegKey, choice: int) -> None:
+        """Give a choice away: at the next step's end at which it has a state, it leaves with HandedOver. One that has
+        ended by then does not. A request of which nothing is computed, and nothing will be soon, fails instead
+        (Draining): whoever asked finds it another place. Idempotent; LOCAL and REMOTE."""
         ...
 
     def load(self) -> EngineLoad: ...

@@ -19,6 +19,7 @@ from engine.api import (
     EngineRequest,
     Event,
     Failed,
+    HandedOver,
     Needs,
     Refused,
     Reserved,
@@ -238,6 +239,11 @@ class Engine:
                 unwanted = frozenset(choices)
                 self._post(lambda: self._scheduler.end_choices(key, unwanted))
 
+    def handover(self, key: LegKey, choice: int) -> None:
+        with self._wake:
+            if key in self._live:
+                self._post(lambda: self._scheduler.handover(key, choice))
+
     def load(self) -> EngineLoad:
         free = self._ledger.free()
         return EngineLoad(
@@ -419,10 +425,10 @@ class Engine:
 
 
 def _terminal(event: Event) -> bool:
-    return isinstance(event, SourceDone | Failed) or (isinstance(event, Tokens) and event.last)
+    return isinstance(event, SourceDone | Failed) or (isinstance(event, Tokens | HandedOver) and event.last)
 
 
 def _discard(event: Event) -> None:
     """An event nobody gets must not take its hold along."""
-    if isinstance(event, Admitted):
+    if isinstance(event, Admitted | HandedOver):
         event.hold.release()

@@ -18,7 +18,7 @@ from engine.tiers.index import Entry
 from engine.tiers.loads import Loaded
 from engine.tiers.states import HostState
 from engine.tiers.tiers import Tiers
-from kvtransfer.types import PAGE_TOKENS
+from kvtransfer.types import PAGE_TOKENS, Below
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,18 @@ class _Claim:
         if self.lower is not None:
             return 0
         return self.match.resumed if self.match.state else len(self.hit) * PAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a sequence leaves to whoever goes on with it: the memory of `computed` tokens, under one hold. below: which
+    of it is the host tier's."""
+
+    computed: int
+    pages: tuple[int, ...]
+    slots: tuple[int, ...]
+    hold: PageHold
+    below: Below | None = None
 
 
 @dataclass(slots=True)
@@ -342,10 +354,39 @@ class Memory:
         """Take a running sequence's memory. Its bytes are kept below where that beats computing them again."""
         seq.lost = max(seq.lost, seq.computed)
         if self.tiers is not None and not seq.pending:
-            if seq.whole < seq.computed and self.settle is not None:
-                self.settle(Copy(False, seq.slot, seq.slot, seq.computed, seq.whole))
+            self._make_whole(seq)
             self.tiers.swap_out(seq.id, seq.computed, seq.pages[: pages_for(seq.computed)], seq.slot)
         self._give_up(seq)
+
+    def _make_whole(self, seq: Sequence) -> None:
+        """Nothing of its state is left to records."""
+        if seq.whole < seq.computed and self.settle is not None:
+            self.settle(Copy(False, seq.slot, seq.slot, seq.computed, seq.whole))
+            seq.whole = seq.computed
+
+    def kept_below(self, seq: Sequence) -> bool:
+        """It was swapped out, and all of it is on the host."""
+        swapped = self.tiers.swapped(seq.id) if self.tiers is not None else None
+        return swapped is not None and swapped.saved
+
+    def moving_below(self, seq: Sequence) -> bool:
+        """It was swapped out, and all of it is on the host or on its way there."""
+        return self.tiers is not None and self.tiers.swapped(seq.id) is not None
+
+    def depart(self, seq: Sequence) -> Left:
+        """A sequence that goes on elsewhere gives back everything of its own; a hold of its own keeps what was
+        computed, on the device or, if it was swapped out, on the host."""
+        if seq.phase is Phase.WAITING:
+            assert self.tiers is not None
+            swapped, hold = self.tiers.hand_over(seq.id)
+            sums = Below(0, tuple(swapped.page_sums), tuple(swapped.slot_sums))
+            return Left(swapped.computed, tuple(swapped.pages), (swapped.slot,) if swapped.slot else (), hold, sums)
+        self._make_whole(seq)
+        pages, slots = tuple(seq.pages[: pages_for(seq.computed)]), self.known_slots(seq)
+        left = Left(seq.computed, pages, slots, hold_both(self.pages, pages, self.slots, slots))
+        self.keep_end(seq)
+        self.release(seq)
+        return left
 
     def release(self, seq: Sequence) -> None:
         """Give back every count of a sequence. Counts of leases and landings live on."""

@@ -17,12 +17,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.api import Admitted, EngineRequest, Event, Failed, Mode, Sink
+from engine.departure import Departures
 from engine.memory import Memory
 from engine.outcome import Outcome
 from engine.pages import PagePool, pages_for
-from engine.plan import Copy, Row, SampleSpec, StepPlan, StepResult
+from engine.plan import Copy, Row, StepPlan, StepResult
 from engine.reservations import Amount
-from engine.sequence import Phase, Request, Sequence, sample_spec
+from engine.sequence import Phase, Request, Sequence, samples_of, targets_of
 from kvtransfer.hashing import PageHasher
 from kvtransfer.types import PAGE_TOKENS, First, LegKey
 from runtime.errors import DeadlineExceeded, PdserveError, TransferFailed
@@ -52,6 +53,7 @@ class Scheduler:
         self._copying: list[tuple[Sequence, PagePool, Copy]] = []
         self._doomed: list[Sequence] = []  # ended while in flight: their memory is given back when the step lands
         self._outcome = Outcome(memory, self._ids)
+        self._departures = Departures(memory, self._outcome)
 
     # --- commands -------------------------------------------------------------------------------------------------
 
@@ -105,8 +107,7 @@ class Scheduler:
             lead.lost = len(lead.tokens)
             self.memory.release(lead)
         else:
-            self._waiting.remove(lead)
-            self.memory.ledger.unwait(key, lead.booked)
+            self._unqueue(lead)
         self._enqueue(lead)
         self._sweep()
 
@@ -127,6 +128,12 @@ class Scheduler:
             if begun and seq.choice in choices:
                 self._drop(seq)
         self._sweep()
+
+    def handover(self, key: LegKey, choice: int) -> None:
+        """This choice goes on elsewhere: it leaves as soon as it can, see engine.departure."""
+        request = self._requests.get(key)
+        if request is not None:
+            self._departures.ask(request, choice)
 
     def fail(self, request: Request, error: PdserveError) -> None:
         """End a request with its one terminal event."""
@@ -159,6 +166,8 @@ class Scheduler:
         assert not self._in_flight, "the last step has not landed"
         self._expire(now)
         self._take_loaded(now)
+        if self._departures:
+            self._depart()
         stalled = self._grow()
         self._admit(now)
         self._take_loaded(now)
@@ -247,6 +256,10 @@ class Scheduler:
     def _enqueue(self, seq: Sequence) -> None:
         self._count_waiting(seq)
         bisect.insort(self._waiting, seq, key=lambda s: s.order)
+
+    def _unqueue(self, seq: Sequence) -> None:
+        self._waiting.remove(seq)
+        self.memory.ledger.unwait(seq.request.spec.key, seq.booked)
 
     def _need(self, seq: Sequence) -> Amount:
         return seq.need(self.memory.headroom_tokens, self.memory.has_state)
@@ -344,28 +357,14 @@ class Scheduler:
             start=start,
             pages=tuple(seq.pages[: pages_for(end)]),
             slot=seq.slot,
-            samples=self._samples(seq) if end == len(seq.tokens) else (),
-            prompt_targets=self._targets(seq, start, end),
+            samples=samples_of(seq) if end == len(seq.tokens) else (),
+            prompt_targets=targets_of(seq, start, end),
             prompt_top=seq.request.spec.sampling.prompt_top_logprobs,
             checkpoints=points,
             whole=seq.whole if recorded else -1,
         )
         self._in_flight[seq.id] = (seq, row)
         return row
-
-    @staticmethod
-    def _samples(seq: Sequence) -> tuple[SampleSpec, ...]:
-        spec = seq.request.spec
-        ids = seq.request.choices() if seq.fanout > 1 else (seq.choice,)
-        return tuple(sample_spec(seq.tokens, spec.prompt_len, spec.sampling, choice) for choice in ids)
-
-    @staticmethod
-    def _targets(seq: Sequence, start: int, end: int) -> tuple[int, ...]:
-        """The prompt tokens whose log-probabilities this row can tell and nobody knows yet."""
-        spec = seq.request.spec
-        if not spec.sampling.prompt_logprobs or seq.request.remote or start < seq.request.scored:
-            return ()
-        return tuple(seq.tokens[start + 1 : min(end + 1, spec.prompt_len)])
 
     def _take_copies(self) -> tuple[Copy, ...]:
         for seq in self._running:
@@ -374,6 +373,17 @@ class Scheduler:
         return tuple(copy for _, _, copy in self._copying)
 
     # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _depart(self) -> None:
+        for request, error in self._departures.hopeless():
+            self.fail(request, error)
+        for seq in self._departures.due(busy=set(self._in_flight)):
+            if seq.phase is Phase.WAITING:
+                self._unqueue(seq)
+            if self._departures.leave(seq):
+                seq.request.over = True
+                del self._requests[seq.request.spec.key]
+        self._sweep()
 
     def _end(self, request: Request) -> None:
         """Take a request out, whatever its sequences are doing."""
@@ -386,8 +396,7 @@ class Scheduler:
     def _drop(self, seq: Sequence) -> None:
         """Take one choice out. What a step in flight uses of it is given back when the step lands."""
         if seq.phase is Phase.WAITING:
-            self._waiting.remove(seq)
-            self.memory.ledger.unwait(seq.request.spec.key, seq.booked)
+            self._unqueue(seq)
         in_flight = seq.id in self._in_flight or any(other is seq for other, _, _ in self._copying)
         if in_flight:
             self._doomed.append(seq)

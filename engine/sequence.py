@@ -44,6 +44,7 @@ class Request:
     over: bool = False
     silenced: bool = False  # cancelled: nothing more is delivered, whatever is under way
     unwanted: frozenset[int] = frozenset()  # choices the receiver has seen the end of
+    leaving: frozenset[int] = frozenset()  # choices to be given away as soon as they can be
     scored: int = 0  # prompt positions whose log-probabilities are out
     admitted: float = -1.0
     prefilled: float = -1.0
@@ -174,3 +175,18 @@ def sample_spec(tokens: Seq[int], prompt_len: int, sampling: SamplingParams, cho
         output=tuple(tokens[prompt_len:]) if counts else (),
         banned=sampling.stop_token_ids if len(tokens) - prompt_len < sampling.min_tokens else (),
     )
+
+
+def samples_of(seq: Sequence) -> tuple[SampleSpec, ...]:
+    """What to sample after the known tokens: the next one, or the first one of every choice."""
+    spec = seq.request.spec
+    ids = seq.request.choices() if seq.fanout > 1 else (seq.choice,)
+    return tuple(sample_spec(seq.tokens, spec.prompt_len, spec.sampling, choice) for choice in ids)
+
+
+def targets_of(seq: Sequence, start: int, end: int) -> tuple[int, ...]:
+    """The prompt tokens whose log-probabilities a row [start, end) can tell and nobody knows yet."""
+    spec = seq.request.spec
+    if not spec.sampling.prompt_logprobs or seq.request.remote or start < seq.request.scored:
+        return ()
+    return tuple(seq.tokens[start + 1 : min(end + 1, spec.prompt_len)])

@@ -34,6 +34,7 @@ class ScriptedEngine:
     recomputed: list[LegKey] = field(default_factory=list)
     cancelled: list[LegKey] = field(default_factory=list)
     ended: list[tuple[LegKey, tuple[int, ...]]] = field(default_factory=list)
+    given_away: list[tuple[LegKey, int]] = field(default_factory=list)
 
     def reserve(self, key: LegKey, needs: Needs) -> Reserved | Refused:
         free = Free(pages=9, slots=0, batch=4, queued_prefill_tokens=0)
@@ -63,6 +64,9 @@ class ScriptedEngine:
 
     def end_choices(self, key: LegKey, choices: Sequence[int]) -> None:
         self.ended.append((key, tuple(choices)))
+
+    def handover(self, key: LegKey, choice: int) -> None:
+        self.given_away.append((key, choice))
 
     def load(self) -> EngineLoad:
         return EngineLoad(
