@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from runtime.clock import Clock
 from runtime.errors import InvalidRequest
+from runtime.registry.pools import Claim, Pool, Wish
 from runtime.registry.store import (
-    JOURNAL_ENTRIES,
-    MAX_ENTRY_BYTES,
+    MAX_READ_BYTES,
     MAX_WORKERS,
-    JournalPage,
     Snapshot,
     WorkerRecord,
+    bounded,
     checked,
     differs,
     superseded,
@@ -28,25 +28,25 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Journal:
-    entries: deque[bytes] = field(default_factory=deque)
-    end: int = 0  # number of entries ever appended = cursor of the newest
+class _Log:
+    data: bytes
+    expires: float
 
 
 @dataclass(slots=True)
 class _Counter:
-    value: int = 0
-    expires: float = float("inf")
+    value: int
+    expires: float
 
 
 class MemoryStore:
     """Implements Store. Not thread-safe: all calls on one event loop."""
 
-    def __init__(self, clock: Clock, journal_entries: int = JOURNAL_ENTRIES) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._journal_entries = journal_entries
         self._held: dict[str, _Held] = {}
-        self._journals: dict[str, _Journal] = {}
+        self._logs: dict[str, _Log] = {}
+        self._pools: dict[str, Pool] = {}
         self._counters: dict[str, _Counter] = {}
         self._version = 0
         self._moved = asyncio.Event()
@@ -87,38 +87,35 @@ class MemoryStore:
         except TimeoutError:
             return
 
-    async def append(self, journal: str, entry: bytes) -> str:
-        if len(entry) > MAX_ENTRY_BYTES:
-            raise InvalidRequest("the journal entry is too large", field="entry", limit=f"{MAX_ENTRY_BYTES} bytes")
-        kept = self._journals.setdefault(journal, _Journal())
-        kept.entries.append(entry)
-        kept.end += 1
-        if len(kept.entries) > self._journal_entries:
-            kept.entries.popleft()
-        return str(kept.end)
+    async def write_log(self, log: str, parts: Sequence[bytes], ttl_s: float) -> None:
+        self._logs[log] = _Log(b"".join(bounded(parts)), self._clock.monotonic() + ttl_s)
 
-    async def read(self, journal: str, after: str = "", limit: int = 1000) -> JournalPage:
-        kept = self._journals.get(journal, _Journal())
-        oldest = kept.end - len(kept.entries)  # the cursor just before the oldest kept entry
-        start = oldest if after == "" else int(after)
-        gap = after != "" and not oldest < start <= kept.end
-        start = oldest if gap else start
-        skip = start - oldest
-        entries = tuple(kept.entries)[skip : skip + limit]
-        return JournalPage(entries, str(start + len(entries)) if start + len(entries) else "", gap)
+    async def append_logs(self, items: Mapping[str, bytes], ttl_s: float) -> Mapping[str, int]:
+        for log, data in items.items():
+            self._logs[log] = _Log(self._log(log) + data, self._clock.monotonic() + ttl_s)
+        return {log: len(self._logs[log].data) for log in items}
 
-    async def add(self, counter: str, delta: int = 1, ttl_s: float = 0.0) -> int:
+    async def read_log(self, log: str, start: int) -> bytes:
+        return self._log(log)[start : start + MAX_READ_BYTES]
+
+    async def claim(self, pool: str, holder: str, wishes: Mapping[str, Wish], ttl_s: float) -> Claim:
+        now_ms = int(self._clock.monotonic() * 1000)
+        return self._pools.setdefault(pool, Pool()).claim(holder, wishes, now_ms, int(ttl_s * 1000))
+
+    async def add(self, deltas: Mapping[str, int], ttl_s: float) -> Mapping[str, int]:
         now = self._clock.monotonic()
-        held = self._counters.get(counter)
-        if held is None or held.expires <= now:
-            held = self._counters[counter] = _Counter()
-        held.value += delta
-        if ttl_s > 0:
-            held.expires = now + ttl_s
-        return held.value
+        for name, delta in deltas.items():
+            held = self._counters.get(name)
+            value = held.value if held is not None and held.expires > now else 0
+            self._counters[name] = _Counter(value + delta, now + ttl_s)
+        return {name: self._counters[name].value for name in deltas}
 
     async def close(self) -> None:
         self._wake()
+
+    def _log(self, log: str) -> bytes:
+        held = self._logs.get(log)
+        return held.data if held is not None and held.expires > self._clock.monotonic() else b""
 
     def _expire(self) -> None:
         now = self._clock.monotonic()

@@ -4,7 +4,8 @@ Keys (one hash tag, so they sit on one node of a cluster):
     {pdserve}:worker:<id>    serialised WorkerRecord, expires by itself
     {pdserve}:workers        sorted set of ids (all scores 0), the index
     {pdserve}:moved          bounded stream, one entry for each change that watchers should see
-    {pdserve}:journal:<name> bounded stream of opaque bytes
+    {pdserve}:log:<name>     opaque bytes, appended to
+    {pdserve}:pool:<name>    shares of limits: see pools
     {pdserve}:count:<name>   integer
 
 Plain commands only: no scripts, no pickle. Values are read with a length limit and parsed as untrusted input; what is
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,14 +28,14 @@ from redis.exceptions import RedisError, WatchError
 
 from runtime.errors import InvalidRequest, RegistryUnavailable
 from runtime.metrics import Metrics
+from runtime.registry.pools import MAX_POOL_BYTES, Claim, Pool, Wish
 from runtime.registry.store import (
-    JOURNAL_ENTRIES,
-    MAX_ENTRY_BYTES,
+    MAX_READ_BYTES,
     MAX_RECORD_BYTES,
     MAX_WORKERS,
-    JournalPage,
     Snapshot,
     WorkerRecord,
+    bounded,
     checked,
     differs,
     parsed,
@@ -43,7 +44,8 @@ from runtime.registry.store import (
 
 COMMANDS = (
     "GETRANGE", "SET", "DEL", "EXISTS", "WATCH", "UNWATCH", "MULTI", "EXEC", "DISCARD", "ZADD", "ZREM", "ZRANGE",
-    "XADD", "XRANGE", "XREVRANGE", "XREAD", "INCRBY", "PEXPIRE", "AUTH", "HELLO", "SELECT", "PING", "CLIENT",
+    "XADD", "XREVRANGE", "XREAD", "APPEND", "RENAME", "INCRBY", "PEXPIRE", "TIME",
+    "AUTH", "HELLO", "SELECT", "PING", "CLIENT",
 )  # fmt: skip
 
 _TAG = "{pdserve}"
@@ -54,6 +56,7 @@ _INCARNATION = f"{_TAG}:incarnation"
 _TIMEOUT_S = 1.0
 _CONNECTIONS = 8
 _BLOCK_MS = 500  # below the socket timeout
+_PARTS_AT_ONCE = 8  # of a log: about a megabyte
 _ATTEMPTS = 5  # of an optimistic transaction that another client disturbed
 
 _log = structlog.get_logger("pdserve.registry")
@@ -62,8 +65,7 @@ _log = structlog.get_logger("pdserve.registry")
 class RedisStore:
     """Implements Store on a Redis 6.2 or newer. One event loop; close() ends its connections."""
 
-    def __init__(self, url: str, metrics: Metrics, journal_entries: int = JOURNAL_ENTRIES) -> None:
-        self._journal_entries = journal_entries
+    def __init__(self, url: str, metrics: Metrics) -> None:
         pool = aioredis.BlockingConnectionPool.from_url(
             url,
             max_connections=_CONNECTIONS,
@@ -142,33 +144,49 @@ class RedisStore:
                 if await self._redis.xread({_MOVED: cursor or "0"}, count=1, block=block):
                     return
 
-    async def append(self, journal: str, entry: bytes) -> str:
-        if len(entry) > MAX_ENTRY_BYTES:
-            raise InvalidRequest("the journal entry is too large", field="entry", limit=f"{MAX_ENTRY_BYTES} bytes")
+    async def write_log(self, log: str, parts: Sequence[bytes], ttl_s: float) -> None:
+        bounded(parts)
+        key, fresh, ttl_ms = _log_key(log), _log_key(f"{log}:{secrets.token_hex(8)}"), max(1, int(ttl_s * 1000))
         async with _answers():
-            cursor = await self._redis.xadd(
-                _journal_key(journal), {"d": entry}, maxlen=self._journal_entries, approximate=False
-            )
-        return _text(cursor)
+            await self._redis.set(fresh, b"", px=ttl_ms)
+            for start in range(0, len(parts), _PARTS_AT_ONCE):
+                await self._redis.append(fresh, b"".join(parts[start : start + _PARTS_AT_ONCE]))
+            await self._redis.rename(fresh, key)
 
-    async def read(self, journal: str, after: str = "", limit: int = 1000) -> JournalPage:
-        key = _journal_key(journal)
+    async def append_logs(self, items: Mapping[str, bytes], ttl_s: float) -> Mapping[str, int]:
+        async with _answers(), self._redis.pipeline(transaction=False) as pipe:
+            for log, data in items.items():
+                pipe.append(_log_key(log), data)
+                pipe.pexpire(_log_key(log), max(1, int(ttl_s * 1000)))
+            answers = await pipe.execute()
+        return {log: int(length) for log, length in zip(items, answers[::2], strict=True)}
+
+    async def read_log(self, log: str, start: int) -> bytes:
         async with _answers():
-            gap = after != "" and not await self._redis.xrange(key, after, after, count=1)
-            start = "-" if gap or not after else f"({after}"
-            rows = await self._redis.xrange(key, start, "+", count=limit)
-        entries = tuple(bytes(fields.get(b"d", b"")) for _, fields in rows)
-        if rows:
-            return JournalPage(entries, _text(rows[-1][0]), gap)
-        return JournalPage((), "" if gap else after, gap)
+            return bytes(await self._redis.getrange(_log_key(log), start, start + MAX_READ_BYTES - 1))
 
-    async def add(self, counter: str, delta: int = 1, ttl_s: float = 0.0) -> int:
-        key = f"{_TAG}:count:{counter}"
+    async def claim(self, pool: str, holder: str, wishes: Mapping[str, Wish], ttl_s: float) -> Claim:
+        key, ttl_ms = f"{_TAG}:pool:{pool}", max(1, int(ttl_s * 1000))
+        async with _answers():
+            for _ in range(_ATTEMPTS):
+                async with self._redis.pipeline(transaction=True) as pipe:
+                    await pipe.watch(key)
+                    table = self._pool(await pipe.getrange(key, 0, MAX_POOL_BYTES))
+                    seconds, micros = await pipe.time()
+                    claim = table.claim(holder, wishes, 1000 * int(seconds) + int(micros) // 1000, ttl_ms)
+                    pipe.multi()
+                    pipe.set(key, table.dumps(), px=ttl_ms)
+                    if await _executed(pipe):
+                        return claim
+        raise RegistryUnavailable("the registry is too busy with this pool")
+
+    async def add(self, deltas: Mapping[str, int], ttl_s: float) -> Mapping[str, int]:
         async with _answers(), self._redis.pipeline(transaction=True) as pipe:
-            pipe.incrby(key, delta)
-            if ttl_s > 0:
-                pipe.pexpire(key, max(1, int(ttl_s * 1000)))
-            return int((await pipe.execute())[0])
+            for name, delta in deltas.items():
+                pipe.incrby(f"{_TAG}:count:{name}", delta)
+                pipe.pexpire(f"{_TAG}:count:{name}", max(1, int(ttl_s * 1000)))
+            answers = await pipe.execute()
+        return {name: int(value) for name, value in zip(deltas, answers[::2], strict=True)}
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -194,6 +212,15 @@ class RedisStore:
             pipe.multi()
             pipe.zrem(_INDEX, worker_id)
             await _executed(pipe)
+
+    def _pool(self, value: bytes) -> Pool:
+        """Garbage is counted and begins anew: its holders claim again within their time to live."""
+        try:
+            return Pool.loads(bytes(value))
+        except ValueError:
+            self._ignored.labels("pool").inc()
+            _log.warning("registry_pool_ignored")
+            return Pool()
 
     def _parse(self, value: bytes) -> WorkerRecord | None:
         """None for nothing and for garbage, which is counted."""
@@ -240,8 +267,8 @@ def _worker_key(worker_id: str) -> str:
     return f"{_TAG}:worker:{worker_id}"
 
 
-def _journal_key(journal: str) -> str:
-    return f"{_TAG}:journal:{journal}"
+def _log_key(log: str) -> str:
+    return f"{_TAG}:log:{log}"
 
 
 def _text(raw: bytes | str) -> str:

@@ -1,4 +1,5 @@
-"""What a registry must be able to do: records that expire, a bounded journal, counters.
+"""What a registry must be able to do: records that expire, and what several routers share beside them: logs of bytes,
+shares of limits, counters.
 
 Two implementations (memory, Redis) pass the same tests. Nobody reads its answer as truth about a worker: records are
 hints for discovery, and what a store returns is untrusted input that was already parsed and bounded here.
@@ -6,6 +7,7 @@ hints for discovery, and what a store returns is untrusted input that was alread
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,12 +15,13 @@ from google.protobuf.message import DecodeError
 
 from protos.v1 import registry_pb2
 from runtime.errors import InvalidRequest
+from runtime.registry.pools import Claim, Wish
 
 MAX_RECORD_BYTES = 64 << 10
-MAX_ENTRY_BYTES = 256 << 10
+MAX_READ_BYTES = 1 << 20
 MAX_WORKERS = 4096
-JOURNAL_ENTRIES = 8192
-"""How many entries a journal keeps at least; a reader further behind is told of the gap."""
+MAX_LOG_BYTES = 32 << 20
+"""Of one log; whoever writes one starts it anew before that."""
 
 _MAX_TEXT = 512
 
@@ -33,16 +36,6 @@ class Snapshot:
     records: dict[str, WorkerRecord]
     cursor: str
     incarnation: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class JournalPage:
-    """Entries after the cursor asked for, oldest first, and the cursor to go on from. `gap`: what followed that
-    cursor may have been trimmed or lost, so the reader must start over from a snapshot."""
-
-    entries: tuple[bytes, ...]
-    cursor: str
-    gap: bool
 
 
 class Store(Protocol):
@@ -64,16 +57,25 @@ class Store(Protocol):
         A hint only: it may return early, and an expiry may be seen by the timeout alone."""
         ...
 
-    async def append(self, journal: str, entry: bytes) -> str:
-        """Add to a named journal, which forgets its oldest entries. Returns the cursor of the entry."""
+    async def write_log(self, log: str, parts: Sequence[bytes], ttl_s: float) -> None:
+        """Replace a named log by these parts, at once for every reader; it is forgotten ttl_s after its last change.
+        Raises InvalidRequest beyond MAX_LOG_BYTES."""
         ...
 
-    async def read(self, journal: str, after: str = "", limit: int = 1000) -> JournalPage:
-        """At most `limit` entries after the cursor `after` ("" = from the oldest kept)."""
+    async def append_logs(self, items: Mapping[str, bytes], ttl_s: float) -> Mapping[str, int]:
+        """Add to the end of several logs; how long each is now. One that was forgotten meanwhile begins with this."""
         ...
 
-    async def add(self, counter: str, delta: int = 1, ttl_s: float = 0.0) -> int:
-        """Add to a counter and return its value. ttl_s > 0: it is forgotten that long after its last change."""
+    async def read_log(self, log: str, start: int) -> bytes:
+        """At most MAX_READ_BYTES from `start` on; less means the end."""
+        ...
+
+    async def claim(self, pool: str, holder: str, wishes: Mapping[str, Wish], ttl_s: float) -> Claim:
+        """See pools.Pool.claim. Nobody holds anything that was not renewed within ttl_s."""
+        ...
+
+    async def add(self, deltas: Mapping[str, int], ttl_s: float) -> Mapping[str, int]:
+        """Add to counters and return their values. Each is forgotten ttl_s after its last change."""
         ...
 
     async def close(self) -> None: ...
@@ -100,6 +102,13 @@ def parsed(data: bytes) -> WorkerRecord:
         return checked(WorkerRecord.FromString(data))
     except DecodeError as exc:
         raise InvalidRequest("the stored record is not a WorkerRecord", field="record") from exc
+
+
+def bounded(parts: Sequence[bytes]) -> Sequence[bytes]:
+    """The parts of a log, if they are not too much. Raises InvalidRequest."""
+    if sum(map(len, parts)) > MAX_LOG_BYTES:
+        raise InvalidRequest("the log is too large", field="log", limit=f"{MAX_LOG_BYTES} bytes")
+    return parts
 
 
 def superseded() -> InvalidRequest:

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 import runtime.registry.redis as module
 from runtime.errors import InvalidRequest, RegistryUnavailable
 from runtime.metrics import Metrics
+from runtime.registry.pools import MAX_POOL_BYTES, Wish
 from runtime.registry.redis import COMMANDS, RedisStore
 from runtime.registry.store import MAX_RECORD_BYTES, WorkerRecord
 from tests.unit.runtime.servers import RedisServer
@@ -63,6 +64,44 @@ async def test_garbage_is_ignored_counted_and_can_be_replaced(
     assert ignored(metrics, cause) == 1
     await store.put(WorkerRecord(worker_id="bad", epoch=1, address="a:1"), 10)
     assert set((await store.snapshot()).records) == {"good", "bad"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\x80\x04\x95\x10",
+        b"[]",
+        b"{" * 200_000,
+        b'{"a": 1}',
+        b'{"a": [1e99, {}]}',
+        b'{"a": [1, {"t": [0, -1]}]}',
+        b'{"a": [1, {"t": [' + b"9" * 5000 + b", 1]}]}",
+        b'{"a": [true, {}]}',
+        b" " * (MAX_POOL_BYTES + 1),
+    ],
+)
+async def test_a_poisoned_pool_is_counted_and_begins_anew(
+    store: RedisStore, raw: Redis, metrics: Metrics, value: bytes
+) -> None:
+    await raw.set("{pdserve}:pool:p", value)
+    assert (await store.claim("p", "h", {"t": Wish(3, 5)}, 10)).shares["t"].held == 3
+    assert ignored(metrics, "pool") == 1
+    assert (await store.claim("p", "other", {"t": Wish(3, 5)}, 10)).shares["t"].held == 2
+
+
+async def test_a_claim_that_never_ends_is_not_believed(store: RedisStore, raw: Redis) -> None:
+    await raw.set("{pdserve}:pool:p", b'{"for ever": [9000000000000000, {"t": [5, 5]}]}')
+    assert (await store.claim("p", "h", {"t": Wish(3, 5)}, 10)).shares["t"].held == 3
+
+
+async def test_a_log_that_is_not_text_and_a_counter_that_is_no_number_are_outages(
+    store: RedisStore, raw: Redis
+) -> None:
+    await raw.rpush("{pdserve}:log:l", b"x")
+    await raw.set("{pdserve}:count:c", b"many")
+    for call in (store.read_log("l", 0), store.append_logs({"l": b"1"}, 1), store.add({"c": 1}, 1)):
+        with pytest.raises(RegistryUnavailable):
+            await call
 
 
 async def test_a_record_under_another_workers_key_is_ignored(store: RedisStore, raw: Redis) -> None:
@@ -127,7 +166,13 @@ async def test_a_standing_server_costs_at_most_its_timeout(own_redis: RedisServe
 
 async def test_an_absent_server_is_an_outage_at_once(metrics: Metrics) -> None:
     store = RedisStore("redis://127.0.0.1:1", metrics)
-    for call in (store.snapshot(), store.put(GOOD, 1), store.wait("0", 1), store.add("c"), store.read("j")):
+    for call in (
+        store.snapshot(),
+        store.put(GOOD, 1),
+        store.wait("0", 1),
+        store.add({"c": 1}, 1),
+        store.read_log("l", 0),
+    ):
         with pytest.raises(RegistryUnavailable):
             await call
     await store.close()
@@ -154,8 +199,11 @@ async def test_only_the_listed_commands_are_used(redis_url: str, metrics: Metric
         await store.put(WorkerRecord(worker_id="brief", epoch=1, address="a:1"), 0.001)
         await store.wait((await store.snapshot()).cursor, 0.02)
         assert set((await store.snapshot()).records) == {"good"}
-        assert (await store.read("j", await store.append("j", b"1"))).gap is False
-        assert await store.add("c", 1, ttl_s=1) == 1
+        await store.write_log("l", [b"1"], 1)
+        assert await store.append_logs({"l": b"2"}, 1) == {"l": 2}
+        assert await store.read_log("l", 0) == b"12"
+        assert (await store.claim("p", "h", {"t": Wish(1, 1)}, 1)).holders == 1
+        assert await store.add({"c": 1}, 1) == {"c": 1}
         assert await store.remove("good", 1)
     finally:
         await store.close()

@@ -13,8 +13,9 @@ from runtime.clock import FakeClock
 from runtime.errors import InvalidRequest
 from runtime.metrics import Metrics
 from runtime.registry.memory import MemoryStore
+from runtime.registry.pools import Share, Wish
 from runtime.registry.redis import RedisStore
-from runtime.registry.store import MAX_ENTRY_BYTES, MAX_RECORD_BYTES, Store, WorkerRecord
+from runtime.registry.store import MAX_LOG_BYTES, MAX_READ_BYTES, MAX_RECORD_BYTES, Store, WorkerRecord
 from tests.unit.runtime.servers import until_async
 
 
@@ -37,9 +38,9 @@ class Under:
 async def under(request: pytest.FixtureRequest) -> AsyncIterator[Under]:
     if request.param == "memory":
         clock = FakeClock()
-        yield Under(MemoryStore(clock, journal_entries=4), clock, 1.0)
+        yield Under(MemoryStore(clock), clock, 1.0)
     else:
-        store = RedisStore(request.getfixturevalue("redis_url"), Metrics(), journal_entries=4)
+        store = RedisStore(request.getfixturevalue("redis_url"), Metrics())
         yield Under(store, None, 0.1)
         await store.close()
 
@@ -153,52 +154,89 @@ async def test_a_renewal_with_another_load_wakes_nobody(under: Under) -> None:
     await under.store.wait(cursor, 0.01)  # returns by its timeout
 
 
-async def test_a_journal_is_read_in_order_from_where_the_reader_was(under: Under) -> None:
-    first = await under.store.append("j", b"1")
-    second = await under.store.append("j", b"\x00\xff")
-    page = await under.store.read("j")
-    assert (page.entries, page.cursor, page.gap) == ((b"1", b"\x00\xff"), second, False)
-    assert (await under.store.read("j", first)).entries == (b"\x00\xff",)
-    assert (await under.store.read("j", limit=1)).cursor == first
-    after = await under.store.read("j", second)
-    assert (after.entries, after.cursor, after.gap) == ((), second, False)
+# --- logs
 
 
-async def test_journals_do_not_mix_and_an_empty_one_has_no_gap(under: Under) -> None:
-    await under.store.append("j", b"1")
-    page = await under.store.read("other")
-    assert (page.entries, page.cursor, page.gap) == ((), "", False)
+async def test_a_log_is_what_was_written_and_then_appended(under: Under) -> None:
+    await under.store.write_log("l", [b"1", b"\x00\xff", b"3"] * 20, 10)
+    assert await under.store.append_logs({"l": b"4", "other": b"5"}, 10) == {"l": 81, "other": 1}
+    assert await under.store.read_log("l", 0) == b"1\x00\xff3" * 20 + b"4"
+    assert await under.store.read_log("l", 79) == b"34"
+    assert await under.store.read_log("l", 81) == await under.store.read_log("none", 0) == b""
+    assert await under.store.read_log("other", 0) == b"5"
 
 
-async def test_a_reader_that_fell_behind_is_told_of_the_gap(under: Under) -> None:
-    early = await under.store.append("j", b"0")
-    for entry in (b"1", b"2", b"3", b"4", b"5"):  # the journal keeps four
-        last = await under.store.append("j", entry)
-    page = await under.store.read("j", early)
-    assert (page.entries, page.cursor, page.gap) == ((b"2", b"3", b"4", b"5"), last, True)
+async def test_a_log_that_is_written_again_is_replaced(under: Under) -> None:
+    await under.store.write_log("l", [b"old" * 1000], 10)
+    await under.store.write_log("l", [b"new"], 10)
+    assert await under.store.read_log("l", 0) == b"new"
 
 
-async def test_a_cursor_of_a_lost_journal_is_a_gap(under: Under) -> None:
-    cursor = await under.store.append("j", b"1")
-    page = await under.store.read("lost", cursor)
-    assert (page.entries, page.cursor, page.gap) == ((), "", True)
-
-
-async def test_a_journal_entry_has_a_limit(under: Under) -> None:
+async def test_a_read_and_a_log_have_limits(under: Under) -> None:
+    await under.store.write_log("l", [b"x" * (MAX_READ_BYTES + 1)], 10)
+    assert len(await under.store.read_log("l", 0)) == MAX_READ_BYTES
+    assert await under.store.read_log("l", MAX_READ_BYTES) == b"x"
     with pytest.raises(InvalidRequest):
-        await under.store.append("j", b"x" * (MAX_ENTRY_BYTES + 1))
+        await under.store.write_log("l", [b"x" * MAX_LOG_BYTES, b"x"], 10)
 
 
-async def test_a_counter_counts_and_is_forgotten_after_its_time(under: Under) -> None:
-    assert await under.store.add("c") == 1
-    assert await under.store.add("c", 5) == 6
-    assert await under.store.add("c", -2) == 4
-    assert await under.store.add("other", 1) == 1
-    assert await under.store.add("c", 1, ttl_s=under.ttl_s) == 5
+async def test_a_log_is_forgotten_after_its_time(under: Under) -> None:
+    await under.store.write_log("written", [b"1"], under.ttl_s)
+    await under.store.append_logs({"appended": b"1"}, under.ttl_s)
+    await under.pass_ttl()
+
+    async def gone() -> bool:
+        return await under.store.read_log("written", 0) == await under.store.read_log("appended", 0) == b""
+
+    await until_async(gone)
+
+
+# --- shares of limits
+
+
+def wish(want: int, limit: int = 10) -> dict[str, Wish]:
+    return {"t": Wish(want, limit)}
+
+
+async def test_shares_never_exceed_the_limit_and_say_who_is_short(under: Under) -> None:
+    first = await under.store.claim("p", "a", wish(7), 10)
+    assert (first.shares, first.holders) == ({"t": Share(7)}, 1)
+    second = await under.store.claim("p", "b", wish(5), 10)
+    assert (second.shares, second.holders) == ({"t": Share(3, others=7)}, 2)
+    assert (await under.store.claim("p", "a", wish(4), 10)).shares == {"t": Share(4, others=3, short=2)}
+    assert (await under.store.claim("p", "b", wish(5), 10)).shares == {"t": Share(5, others=4)}
+
+
+async def test_a_slot_that_is_not_named_is_given_back(under: Under) -> None:
+    await under.store.claim("p", "a", wish(10), 10)
+    assert (await under.store.claim("p", "b", wish(1), 10)).shares["t"].held == 0
+    await under.store.claim("p", "a", {}, 10)
+    claim = await under.store.claim("p", "b", wish(10), 10)
+    assert (claim.shares["t"].held, claim.holders) == (10, 2)
+
+
+async def test_the_share_of_a_holder_that_died_is_free_after_its_time(under: Under) -> None:
+    await under.store.claim("p", "dead", wish(10), under.ttl_s)
+    await under.pass_ttl()
+    assert (await under.store.claim("p", "b", wish(10), 10)).shares["t"] == Share(10)
+
+
+async def test_claims_at_once_do_not_lose_each_other(under: Under) -> None:
+    claims = await asyncio.gather(*(under.store.claim("p", f"h{i}", wish(1, 3), 10) for i in range(4)))
+    assert sorted(claim.shares["t"].held for claim in claims) == [0, 1, 1, 1]
+
+
+# --- counters
+
+
+async def test_counters_count_and_are_forgotten_after_their_time(under: Under) -> None:
+    assert await under.store.add({"c": 1, "d": 7}, 10) == {"c": 1, "d": 7}
+    assert await under.store.add({"c": 5}, 10) == {"c": 6}
+    assert await under.store.add({"c": -2}, under.ttl_s) == {"c": 4}
     await under.pass_ttl()
 
     async def starts_over() -> bool:
-        return await under.store.add("c") == 1
+        return await under.store.add({"c": 1}, 10) == {"c": 1}
 
     await until_async(starts_over)
 
