@@ -13,6 +13,9 @@ default: measured on a busy fleet it saves work and no time, and it queues a hot
 letting a second worker learn it. A prefill on D holds up everybody who decodes there, and may
 not push them over their TPOT objective. Deadline misses dominate. Near-ties go to the worker used less.
 
+The argmin is each request's own good. For a prefix that many want it is not everybody's: `rent` says when one of them
+goes to an idle worker instead, so that those who follow find another copy.
+
 Seconds come from `speeds`, which learns them from reports; room and queues from the ledger; hits from the index.
 """
 
@@ -22,7 +25,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtransfer.hashing import LINK_TOKENS
 from router.policies import pairable
+from router.rent import Rents
 from router.speeds import Speeds
 from router.view import Decision, Forecast, Nobody, Placement, RequestView, Wait, WorkerView
 
@@ -85,13 +90,14 @@ _Way = tuple[float, _Start, _Rest, float]
 
 
 class Predicted:
-    """The argmin over all ways. Keeps no state of its own."""
+    """The argmin over all ways, or another copy of a hot prefix. Keeps what waiting for such prefixes has cost."""
 
     name = "predicted"
 
     def __init__(self, speeds: Speeds, config: CostConfig | None = None) -> None:
         self._speeds = speeds
         self._config = config or CostConfig()
+        self._rents = Rents()
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView], now: float) -> Decision:
         found = pairable(request, workers)
@@ -106,7 +112,9 @@ class Predicted:
         options += self._locals(request, rests, able, price, now)
         if not options:
             return Nobody("no_compatible_decode_worker")
-        best = self._placement(*self._pick(options))
+        way = self._pick(options)
+        way = self._copy(request, way, options, prefills) or way
+        best = self._placement(*way)
         hold = self._config.hold_s
         if hold and best.forecast.queue_s > hold:
             return Wait(best.forecast.queue_s - hold, "workers_busy")
@@ -228,6 +236,24 @@ class Predicted:
         limit = least + max(self._config.tie * abs(least), self._config.tie_s)
         tied = [option for option in options if option[0] <= limit]
         return min(tied, key=lambda o: (o[1].worker.served, o[1].worker.bit, o[2].worker.served, o[2].worker.bit))
+
+    def _copy(
+        self, request: RequestView, way: _Way, options: list[_Way], prefills: Sequence[WorkerView]
+    ) -> _Way | None:
+        """An idle worker that is to learn the prefix for whose holder `way` waits, when that has cost enough. The price
+        is what this request loses, and the extra work by the share of workers that are busy: on an idle fleet it is in
+        nobody's way."""
+        cost, start, _, _ = way
+        links = request.keys.links()[: start.cached // LINK_TOKENS] if request.keys is not None else ()
+        if not links or start.queue_s <= 0:
+            return None
+        idle = [option for option in options if option[1].queue_s <= 0 and option[1].cached < start.cached]
+        copy = min(idle, key=lambda option: option[0], default=None)
+        price = math.inf
+        if copy is not None:
+            work = copy[1].load_s + copy[1].prefill_s - start.load_s - start.prefill_s
+            price = copy[0] - cost + max(work, 0.0) * sum(bool(w.work) for w in prefills) / len(prefills)
+        return copy if self._rents.due(links[-1], request.request_id, start.queue_s, price) else None
 
     @staticmethod
     def _placement(cost: float, start: _Start, rest: _Rest, late_s: float) -> Placement:

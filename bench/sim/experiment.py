@@ -37,8 +37,10 @@ POLICIES: dict[str, Callable[[Speeds, int], Policy]] = {
     "dynamo": lambda speeds, seed: Dynamo(seed),
     "sgl": lambda speeds, seed: Sgl(seed),
     "predicted": lambda speeds, seed: Predicted(speeds, CostConfig()),
+    "predicted_pairs": lambda speeds, seed: Predicted(speeds, CostConfig(deflect=False)),
 }
-RESERVING = ("predicted",)
+"""predicted_pairs: ours without prefill on decode workers, so that it can be seen what of its gain comes from those."""
+RESERVING = ("predicted", "predicted_pairs")
 
 
 @dataclass(frozen=True, slots=True)

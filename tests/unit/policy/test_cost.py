@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from router.cost import CostConfig, Predicted
 from router.index import Hit
+from router.keys import PromptKeys
+from router.rent import Rents
 from router.speeds import Speeds
 from router.view import Nobody, Placement, RequestView, Wait, Work, WorkerView
 from tests.unit.policy.states import both, decode, hit, prefill, request
@@ -173,3 +176,49 @@ def test_the_same_state_gives_the_same_decision_and_is_left_as_it_was() -> None:
     question = request(3000, {1: hit(1000)}, ttft_goal_s=2.0, tpot_goal_s=0.05)
     assert policy.choose(question, workers, 0.0) == policy.choose(question, workers, 0.0)
     assert repr([(w.work, w.prefill_tokens, w.decoding, w.served) for w in workers]) == before
+
+
+# --- rent or buy ----------------------------------------------------------------------------------------------------
+
+
+def crowd(number: int, **fields: Any) -> RequestView:
+    """One of many who want the first 8960 tokens that p1 holds. Each has a question of its own behind them."""
+    keys = PromptKeys(b"r" * 32, [*range(8960), *range(100_000 * number, 100_000 * number + 1040)])
+    return replace(request(10_000, {1: hit(8960)}, keys=keys, **fields), request_id=f"r{number}")
+
+
+def test_waiting_for_a_hot_prefix_pays_for_its_next_copy() -> None:
+    """Warm: 0.5 s of queue; cold: 0.9 s of work more, on workers half of which are busy. The price is 0.396 + 0.448."""
+    policy = Predicted(Known(), CostConfig(deflect=False))
+    workers = [queued(prefill(1), 0.5), prefill(2), busy_decode(3)]
+    chosen = [policy.choose(crowd(number), workers, 0.0) for number in range(6)]
+    assert [decision.prefill for decision in chosen if isinstance(decision, Placement)] == ["p1", "p2"] * 3
+
+
+def test_a_request_that_asks_again_pays_once() -> None:
+    policy = Predicted(Known(), CostConfig(deflect=False))
+    workers = [queued(prefill(1), 0.5), prefill(2), busy_decode(3)]
+    again = [policy.choose(crowd(1), workers, 0.0) for _ in range(5)]
+    assert {decision.prefill for decision in again if isinstance(decision, Placement)} == {"p1"}
+
+
+def test_without_an_idle_worker_no_copy_is_made() -> None:
+    policy = Predicted(Known(), CostConfig(deflect=False))
+    workers = [queued(prefill(1), 0.5), queued(prefill(2), 0.2), busy_decode(3)]
+    chosen = [policy.choose(crowd(number), workers, 0.0) for number in range(20)]
+    assert {decision.prefill for decision in chosen if isinstance(decision, Placement)} == {"p1"}
+
+
+def test_a_copy_that_would_miss_the_objective_is_left_to_others() -> None:
+    policy = Predicted(Known(), CostConfig(deflect=False))
+    workers = [queued(prefill(1), 0.3), prefill(2), busy_decode(3)]
+    chosen = [policy.choose(crowd(number, ttft_goal_s=0.9), workers, 0.0) for number in range(10)]
+    assert {decision.prefill for decision in chosen if isinstance(decision, Placement)} == {"p1"}
+
+
+def test_rent_of_prefixes_nobody_waits_for_any_more_is_forgotten() -> None:
+    rents = Rents(limit=3)
+    assert not any(rents.due(bytes([number]), f"r{number}", 1.0, 1.5) for number in range(5))
+    assert len(rents) == 3
+    assert not rents.due(b"\x00", "later", 1.0, 1.5), "the first one's rent is gone"
+    assert rents.due(b"\x04", "later", 1.0, 1.5)
