@@ -28,6 +28,11 @@ class Meter:
         self._bytes = make.counter("pdserve_worker_transfer_bytes", "Bytes read from other workers")
         self._failed = make.counter("pdserve_worker_failed_legs", "Legs that ended with an error", ["leg", "reason"])
         self._stages = make.histogram("pdserve_worker_stage_seconds", "Time of finished legs", ["leg", "stage"])
+        self._fetches = make.counter("pdserve_worker_prefix_fetches", "Prefixes sought elsewhere", ["outcome"])
+        self._fetched = make.counter("pdserve_worker_prefix_fetched_tokens", "Prompt tokens that came with them")
+        self._fetch_s = make.counter("pdserve_worker_prefix_fetch_seconds", "Seconds they took", ["outcome"])
+        self._fetch_bytes = make.counter("pdserve_worker_prefix_fetch_bytes", "Bytes read for them")
+        self._offers = make.counter("pdserve_worker_prefix_offers", "Prefixes offered to others", ["tier"])
         tier = ["tier", "direction"]
         self._tier_bytes = make.counter("pdserve_worker_tier_bytes", "Bytes copied between tiers", tier)
         self._tier_seconds = make.counter("pdserve_worker_tier_seconds", "Seconds those copies took", tier)
@@ -46,6 +51,17 @@ class Meter:
         self._prompts.labels(leg, "cached").inc(times.cached_tokens)
         self._prompts.labels(leg, "computed" if computed else "transferred").inc(tokens - times.cached_tokens)
         self._bytes.inc(times.transfer_bytes)
+
+    def fetched(self, outcome: str, seconds: float, tokens: int, nbytes: int) -> None:
+        """A prefix was sought at another worker."""
+        self._fetches.labels(outcome).inc()
+        self._fetch_s.labels(outcome).inc(seconds)
+        self._fetched.inc(tokens)
+        self._fetch_bytes.inc(nbytes)
+
+    def offered(self, tier: str) -> None:
+        """A prefix was sought here. tier: where it lies, "" = not here."""
+        self._offers.labels(tier or "none").inc()
 
     def generated(self, leg: str, tokens: int) -> None:
         self._generated.labels(leg).inc(tokens)

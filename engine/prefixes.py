@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.memory import Memory
-from engine.pages import PageHold, pages_for
+from engine.pages import PageHold, hold_both, pages_for
 from engine.plan import Copy
 from engine.sequence import usable_hit
 from engine.states import State
 from engine.tiers.index import Entry
+from engine.tiers.pool import Sums
+from engine.tiers.states import HostState
 from kvtransfer.types import PAGE_TOKENS, Below, Destination, LegKey, Prefix, Wanted
 
 T = TypeVar("T")
@@ -38,6 +40,18 @@ class Staged:
     wanted: Wanted
     destination: Destination
     hold: PageHold
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """tokens: of the prompt. pages: on the device, the partial one of `state` last; low: what follows on the host;
+    state or lower: where the tokens end, there or here."""
+
+    tokens: int
+    pages: list[int]
+    low: list[Entry]
+    state: State | None = None
+    lower: HostState | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +82,8 @@ class Prefixes:
 
     def held(self, wanted: Wanted) -> int:
         """Tokens of a prompt that need not be computed here, as far as can be seen without the engine thread."""
-        memory, keys = self._memory, self._keys(wanted)
-        with memory.pages.lock:
-            if memory.states is not None:
-                return memory.states.match(keys, wanted.tokens).resumed
-            count = len(memory.cache.match(keys))
-            low = memory.tiers.host.match(keys, count) if memory.tiers is not None else []
-            return (count + len(low)) * PAGE_TOKENS
+        with self._memory.pages.lock:
+            return self._here(wanted).tokens
 
     def offer(self, wanted: Wanted) -> Future[Prefix | None]:
         """The longest run of pages here (and the state at its end), with a hold; None: nothing beyond
@@ -122,29 +131,32 @@ class Prefixes:
 
     def _offer(self, wanted: Wanted) -> Prefix | None:
         with self._memory.pages.lock:
-            return self._with_state(wanted) if self._memory.states is not None else self._pages_only(wanted)
+            here = self._here(wanted)
+            if here.tokens <= wanted.first_token or wanted.state != self.has_state:
+                return None
+            if not self._may_pin(here.pages, here.state.slot if here.state is not None else 0):
+                return None
+            if here.state is not None:
+                self._settle(here.state)
+            return self._held(here)
 
-    def _pages_only(self, wanted: Wanted) -> Prefix | None:
+    def _here(self, wanted: Wanted) -> _Here:
+        """What of a prompt is on the device and, behind that, on the host. With a state: up to the longest one."""
         memory, keys = self._memory, self._keys(wanted)
-        pages = memory.cache.match(keys)
-        low = memory.tiers.host.match(keys, len(pages)) if memory.tiers is not None else []
-        count = (len(pages) + len(low)) * PAGE_TOKENS
-        if wanted.state or count <= wanted.first_token or not self._may_pin(pages, 0):
-            return None
-        return self._promised(pages, low, (), count)
-
-    def _with_state(self, wanted: Wanted) -> Prefix | None:
-        memory = self._memory
-        assert memory.states is not None
-        match = memory.states.match(self._keys(wanted), wanted.tokens)
-        state = match.state
-        if state is None or not wanted.state or state.length <= wanted.first_token:
-            return None
-        pages = match.pages[: state.length // PAGE_TOKENS] + ([state.page] if state.page else [])
-        if not self._may_pin(pages, state.slot):
-            return None
-        self._settle(state)
-        return self._promised(pages, [], (state.slot,), state.length)
+        tiers = memory.tiers
+        if memory.states is None:
+            pages = memory.cache.match(keys)
+            low = tiers.host.match(keys, len(pages)) if tiers is not None else []
+            return _Here((len(pages) + len(low)) * PAGE_TOKENS, pages, low)
+        match = memory.states.match(keys, wanted.tokens)
+        count = len(match.pages)
+        low = tiers.host.match(keys, count) if tiers is not None else []
+        lower = tiers.states.match(keys[: count + len(low)], wanted.tokens, match.resumed) if tiers is not None else []
+        if lower:
+            full = lower[0].length // PAGE_TOKENS
+            return _Here(lower[0].length, match.pages[:full], low[: max(full - count, 0)], lower=lower[0])
+        partial = [match.state.page] if match.state is not None and match.state.page else []
+        return _Here(match.resumed, match.pages[: match.resumed // PAGE_TOKENS] + partial, [], match.state)
 
     def _may_pin(self, pages: list[int], slot: int) -> bool:
         """Idle cached pages that are held for a peer are room that nobody here can have."""
@@ -159,18 +171,24 @@ class Prefixes:
             self._memory.settle(Copy(False, state.slot, state.slot, state.length, state.whole))
             state.whole = state.length
 
-    def _promised(self, pages: list[int], low: list[Entry], slots: tuple[int, ...], tokens: int) -> Prefix:
-        memory = self._memory
-        memory.pages.share(pages)
-        memory.slots.share(slots)
-        parts = [(memory.pages, tuple(pages)), (memory.slots, slots)]
-        below = None
-        if low:
-            assert memory.tiers is not None
-            memory.tiers.host.pool.share([entry.page for entry in low])
-            parts.append((memory.tiers.host.pool, tuple(entry.page for entry in low)))
-            below = Below(len(pages), tuple(entry.sums for entry in low))
-        return Prefix((*pages, *(entry.page for entry in low)), slots, tokens, PageHold(parts), below)
+    def _held(self, here: _Here) -> Prefix:
+        memory, lower = self._memory, here.lower
+        slots = [here.state.slot] if here.state is not None else []
+        hold = hold_both(memory.pages, here.pages, memory.slots, slots)
+        if memory.tiers is None or not (here.low or lower):
+            return Prefix(tuple(here.pages), tuple(slots), here.tokens, hold)
+        low = [entry.page for entry in here.low]
+        hold = PageHold.joined(hold, memory.tiers.host.pool.hold(low))
+        sums = [entry.sums for entry in here.low]
+        slot_sums: tuple[Sums, ...] = ()
+        if lower is not None:
+            hold = PageHold.joined(hold, memory.tiers.states.use(lower))
+            slots, slot_sums = [lower.slot], (lower.slot_sums,)
+            if lower.page:
+                low.append(lower.page)
+                sums.append(lower.page_sums)
+        below = Below(len(here.pages), tuple(sums), slot_sums)
+        return Prefix((*here.pages, *low), tuple(slots), here.tokens, hold, below)
 
     # --- what comes -----------------------------------------------------------------------------------------------
 
@@ -188,8 +206,10 @@ class Prefixes:
             if not self._fits(shared, fresh, asked.key):
                 _give(asked.answer, None)
                 return True
-            if memory.tiers is not None and not memory.tiers.make_room(fresh - memory.pages.free, shared, []):
-                return False
+            if memory.tiers is not None:
+                slots = int(memory.has_state) - memory.slots.free
+                if not memory.tiers.make_room(fresh - memory.pages.free, shared, [], slots):
+                    return False
             staged = self._taken(asked, fresh)
         if not _give(asked.answer, staged) and staged is not None:
             staged.destination.hold.release()
@@ -218,9 +238,7 @@ class Prefixes:
             return None
         pages = shared + new
         ours = PageHold(((memory.pages, tuple(pages)), (memory.slots, tuple(slots))))
-        memory.pages.share(pages)
-        memory.slots.share(slots)
-        theirs = PageHold(((memory.pages, tuple(pages)), (memory.slots, tuple(slots))))
+        theirs = hold_both(memory.pages, pages, memory.slots, slots)
         held = len(shared) * PAGE_TOKENS
         return Staged(asked.wanted, Destination(tuple(pages), tuple(slots), count, held, theirs), ours)
 

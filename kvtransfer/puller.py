@@ -60,6 +60,7 @@ class _Landing:
     dest: Destination
     cursor: int
     started: float
+    sole: bool = False
     flights: list[Flight] = field(default_factory=list)
     first_range_at: float = 0.0
     nbytes: int = 0
@@ -103,14 +104,22 @@ class Puller:
         self._quarantined = 0
 
     async def pull(
-        self, signed_ticket: bytes, source_address: str, dest: Destination, deadline: float, fence: int
+        self,
+        signed_ticket: bytes,
+        source_address: str,
+        dest: Destination,
+        deadline: float,
+        fence: int,
+        *,
+        sole: bool = False,
     ) -> Pulled:
         """Bring tokens [dest.held, dest.token_count) and the state into `dest`, verified, and confirm.
 
         deadline: on the clock's monotonic time. May be cancelled at any moment. In every case `dest.hold` is released
-        once nothing can be written to the pages any more, which may be after this returned.
+        once nothing can be written to the pages any more, which may be after this returned. sole: nobody else will want
+        what this ticket is for, so the source is let go when this does not succeed, too.
         """
-        landing = _Landing(dest, dest.held, self._clock.monotonic())
+        landing = _Landing(dest, dest.held, self._clock.monotonic(), sole)
         try:
             async with asyncio.timeout(deadline - landing.started) as scope:
                 return await self._pull(parse(signed_ticket), source_address, landing, deadline, fence)
@@ -138,6 +147,22 @@ class Puller:
                 if gone(error):
                     await self._peers.drop(peer)
                 raise error from exc
+
+    async def decline(self, offer: pb.SignedTicket, address: str, timeout: float) -> None:
+        """Let the source go of a prefix that is not wanted after all. Best effort: its lease ends anyway."""
+        try:
+            async with asyncio.timeout(timeout):
+                peer = await self._peer(address, timeout)
+                request = pb.WatchRequest(ticket=offer, fence=1, worker_id=self._me.worker_id, epoch=self._me.epoch)
+                with self._peers.using(peer):
+                    call = peer.stub.Watch(request)
+                    try:
+                        lease_id = (await _next(call)).accepted.lease_id
+                        await peer.stub.Release(pb.ReleaseRequest(lease_id=lease_id), timeout=timeout)
+                    finally:
+                        call.cancel()
+        except (PdserveError, grpc.aio.AioRpcError, TimeoutError) as exc:
+            log.info("an offer could not be declined", extra={"reason": type(exc).__name__})
 
     def quarantined_pages(self) -> int:
         """Pages of pulls that are over while a read may still land in them."""
@@ -187,8 +212,13 @@ class Puller:
             try:
                 accepted = await self._accepted(call, peer)
                 with peer.leases.hold(accepted.lease_id, accepted.lease_ms / 1000, asked_at) as lease:
-                    final = await self._land_all(call, peer, lease, landing, deadline)
-                    peer.leases.check(lease)
+                    try:
+                        final = await self._land_all(call, peer, lease, landing, deadline)
+                        peer.leases.check(lease)
+                    except BaseException:
+                        if landing.sole:
+                            self._spawn(self._release(peer, lease, confirmed=False))
+                        raise
                 self._spawn(self._release(peer, lease, confirmed=True))
                 return self._pulled(landing, final)
             except PdserveError as error:
@@ -239,7 +269,7 @@ class Puller:
                 guard.cancel()
         except BaseExceptionGroup as errors:
             error = _first_error(errors)
-            if isinstance(error, ChecksumMismatch):
+            if isinstance(error, ChecksumMismatch) and not landing.sole:
                 self._spawn(self._release(peer, lease, confirmed=False))
             raise error from None
         return event.final
@@ -343,7 +373,7 @@ class Puller:
 
     def _let_go(self, landing: _Landing) -> None:
         """Release the destination now, or once every abandoned read is quiet."""
-        loud = [f.quiet for f in landing.flights if not f.quiet.done()]
+        loud = [f.quiet for f in landing.flights if not f.settled]
         if not loud:
             landing.dest.hold.release()
             return
