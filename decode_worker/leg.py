@@ -50,6 +50,8 @@ class Leg(ServiceLeg[decode_pb2.DecodeEvents]):
     pulled: Pulled | None = None
     recomputing: bool = False
     begun: bool = False  # it has said a token
+    newest: dict[int, common_pb2.TokenLogprob] = field(default_factory=dict)  # by choice, where they are asked for
+    departed: dict[int, decode_pb2.DecodeEvent] = field(default_factory=dict)  # choices given away: what was said
     over_at: float | None = None
     _kept: deque[decode_pb2.DecodeEvent] = field(default_factory=deque)
     _kept_tokens: int = 0
@@ -82,6 +84,7 @@ class Leg(ServiceLeg[decode_pb2.DecodeEvents]):
         if any(first.token >= vocab_size or first.finish not in FIRST_FINISHES for first in pulled.first):
             raise KvLost("the hand-off has no usable first token", reason="first_mismatch")
         self.pulled = pulled
+        self.newest = {f.choice: common_pb2.TokenLogprob.FromString(f.logprob) for f in pulled.first if f.logprob}
 
     def times(self, pid: int, transport: str) -> common_pb2.StageTimes:
         """How the prompt's KV came here. A local leg has no transport."""

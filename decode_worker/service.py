@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import asyncio
 
+from decode_worker.departed import Departed
 from decode_worker.leg import Leg, Puller
-from engine.api import Admitted, Event, Failed, Mode, PromptScores, Tokens
+from engine.api import Admitted, Event, Failed, HandedOver, Mode, PromptScores, Tokens
 from engine.face import Worker, finish_of, leg_key, ref_of, score_chunks, wire_logprobs
 from engine.service import REMEMBERED, Service, unknown
+from kvtransfer.source import HandoffStore
 from kvtransfer.types import Destination, LegKey, Pulled
 from protos.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
-from runtime.errors import Cancelled, ChecksumMismatch, KvLost, PdserveError, WorkerLost
+from runtime.errors import Cancelled, ChecksumMismatch, Draining, KvLost, PdserveError, WorkerLost
 from runtime.streamhub import Batch, Recent, Session
 
 LEG = "decode"
@@ -35,9 +37,10 @@ class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that write
 
     name = LEG
 
-    def __init__(self, worker: Worker, puller: Puller, reattach_s: float) -> None:
+    def __init__(self, worker: Worker, puller: Puller, handoffs: HandoffStore, reattach_s: float) -> None:
         super().__init__(worker, reattach_s)
         self._puller = puller
+        self._departed = Departed(worker, handoffs)
         self._reattach_s = reattach_s
         self._attempts: dict[str, int] = {}  # request id -> its highest attempt here, while that one has a leg
         self._early: Recent[LegKey, prefill_pb2.TicketIssued] = Recent(REMEMBERED)
@@ -94,6 +97,8 @@ class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that write
                 self._ticket(leg_key(command.ticket.ref, LEG), command.ticket.ticket)
             case "cancel":
                 self._cancelled(command.cancel)
+            case "handover":
+                self._handover(leg_key(command.handover.ref, LEG), command.handover.choice)
             case "ack":
                 leg = self._legs.get(leg_key(command.ack.ref, LEG))
                 if leg is not None:
@@ -148,15 +153,34 @@ class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that write
             self._maybe_pull(leg)
 
     def _cancelled(self, cancel: common_pb2.Cancel) -> None:
-        """The whole leg, or only choices whose end the router has seen by itself (a stop string)."""
+        """The whole leg, or only choices whose end the router has seen by itself (a stop string), or of which it does
+        not want what they have left."""
         key = leg_key(cancel.ref, LEG)
         leg = self._legs.get(key)
+        if leg is not None:
+            self._departed.release(leg, cancel.choices or leg.departed)
         if cancel.choices and leg is not None:
             leg.open -= set(cancel.choices)
             if leg.open:
                 self._worker.engine.end_choices(key, list(cancel.choices))
+            if leg.open or self._departed.held(leg):
                 return
         self._drop(key)
+
+    def _handover(self, key: LegKey, choice: int) -> None:
+        """Give a choice away. What has been said of it already is said again; of what has ended, its end was."""
+        leg = self._legs.get(key)
+        if leg is None:
+            return
+        said = leg.departed.get(choice)
+        if said is not None:
+            batch = self._batch()
+            batch.add(leg.session, said)
+            batch.flush()
+        elif leg.submitted:
+            self._worker.engine.handover(key, choice)
+        else:
+            self._fail_now(leg, Draining("nothing of this request is computed here", reason="not_begun"))
 
     def _drop(self, key: LegKey) -> None:
         self._over.put(key, error := Cancelled("cancelled by the router"))
@@ -230,6 +254,8 @@ class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that write
                 for offset, entries in score_chunks(event.offset, event.entries):
                     scores = prefill_pb2.PromptLogprobs(offset=offset, entries=entries)
                     self._say(leg, decode_pb2.DecodeEvent(prompt_logprobs=scores), batch)
+            case HandedOver():
+                self._handed_over(leg, event, batch)
             case Failed():
                 self._fail(leg, event.error, batch)
             case _:
@@ -258,12 +284,29 @@ class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that write
         if event.last:
             tokens.times.CopyFrom(leg.final_times(event, self._worker.pid, self._worker.transport))
             leg.over_at = self._worker.clock.monotonic()
+        if tokens.logprobs:
+            leg.newest[event.choice] = tokens.logprobs[-1]
         leg.meter(self._worker.meter, tokens, event.cached_tokens)
         self._say(leg, decode_pb2.DecodeEvent(tokens=tokens), batch)
         if event.finish:
-            leg.open.discard(event.choice)
-            if not leg.open and leg.over_at is None:  # the router ended the others meanwhile: nothing more will come
-                self._stop(leg)
+            self._choice_over(leg, event.choice)
+
+    def _handed_over(self, leg: Leg, event: HandedOver, batch: _Batch) -> None:
+        """The choice's last word here. Its metrics are those of who goes on with it."""
+        if event.choice in leg.open:
+            said = decode_pb2.DecodeEvent(handed_over=self._departed.open(leg, event))
+            leg.departed[event.choice] = said
+            self._say(leg, said, batch)
+        else:  # the router has seen its end meanwhile
+            event.hold.release()
+        if event.last:
+            leg.over_at = self._worker.clock.monotonic()
+        self._choice_over(leg, event.choice)
+
+    def _choice_over(self, leg: Leg, choice: int) -> None:
+        leg.open.discard(choice)
+        if not leg.open and leg.over_at is None:  # the router ended the others meanwhile: nothing more will come
+            self._stop(leg)
 
     # --- legs --------------------------------------------------------------------------------------------------
 
@@ -294,7 +337,7 @@ class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that write
 
     def _outlived(self, leg: Leg, now: float) -> None:
         assert leg.over_at is not None
-        if now - leg.over_at < 2 * self._reattach_s:
+        if now - leg.over_at < 2 * self._reattach_s or self._departed.held(leg):
             return
         if self._over.get(leg.key) is None:
             self._over.put(leg.key, Cancelled("this attempt is over", reason="attempt_over"))

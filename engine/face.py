@@ -171,8 +171,8 @@ def _check_choices(request: common_pb2.WorkRequest, done: int, limits: Limits) -
         raise InvalidRequest("n is out of range", field="n", limit=f"1..{limits.max_n}")
     if done and request.n > 1:
         raise InvalidRequest("a continuation has one choice", field="n", limit="1")
-    if request.choice and not done:
-        raise InvalidRequest("only a continuation names its choice", field="choice", limit="0")
+    if request.choice and request.n > 1:
+        raise InvalidRequest("only one choice alone is named", field="choice", limit="0")
 
 
 def sampling_params(wire: common_pb2.Sampling, limits: Limits) -> SamplingParams:

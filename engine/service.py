@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import structlog
 
-from engine.api import Admitted, Event, Mode
+from engine.api import Admitted, Event, HandedOver, Mode
 from engine.face import Assembly, Worker, engine_request, leg_key, reserve
 from kvtransfer.types import LegKey
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -43,6 +43,7 @@ class ServiceLeg(Generic[M]):
     deadline: float
     token_count: int = field(default=0, kw_only=True)
     assembly: Assembly | None = field(default=None, kw_only=True)
+    submitted: bool = field(default=False, kw_only=True)  # the engine has it, or had
 
     @property
     def ended(self) -> bool:
@@ -235,6 +236,7 @@ class Service(ABC, Generic[C, M, E, L]):
         self._log.debug(
             "submit", request_id=leg.key.request_id, attempt=leg.key.attempt, trace=trace_id(request.traceparent)
         )
+        leg.submitted = True
         self._worker.engine.submit(work, self._sink)
 
     # --- events ------------------------------------------------------------------------------------------------
@@ -248,7 +250,7 @@ class Service(ABC, Generic[C, M, E, L]):
         for event in events:
             leg = self._legs.get(event.key)
             if leg is None or leg.ended:
-                if isinstance(event, Admitted):  # cancelled while the event was on its way
+                if isinstance(event, Admitted | HandedOver):  # cancelled while the event was on its way
                     event.hold.release()
                 continue
             self._event(leg, event, batch)

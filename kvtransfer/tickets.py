@@ -1,5 +1,5 @@
-"""Tickets: what a worker shows to read a hand-off or a cached prefix. Minted and verified by the same worker, opaque
-to all others.
+"""Tickets: what a worker shows to read a hand-off, a request in mid-decode or a cached prefix. Minted and verified by
+the same worker, opaque to all others.
 
 The key is random per worker epoch and never leaves the process: a restarted worker refuses every older ticket, and a
 forged one costs its forger nothing but a FAILED_PRECONDITION. It guards against mistakes; the fabric is isolated.
@@ -21,7 +21,11 @@ from runtime.errors import TicketInvalid
 
 MAX_TICKET_BYTES = 4096
 
-KINDS = {"prefill": pb.TICKET_KIND_HANDOFF, "prefix": pb.TICKET_KIND_PREFIX}
+KINDS = {
+    "prefill": pb.TICKET_KIND_HANDOFF,
+    "continuation": pb.TICKET_KIND_CONTINUATION,
+    "prefix": pb.TICKET_KIND_PREFIX,
+}
 """What a ticket is for, by the leg it is issued under."""
 LEGS = {kind: leg for leg, kind in KINDS.items()}
 

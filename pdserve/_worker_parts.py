@@ -123,7 +123,7 @@ class Parts:
         meter = Meter(metrics)
         worker = _worker(config, files, engine, identity, address, clock, transport.name, load, meter)
         prefill = PrefillService(worker, store, config.reattach_s)
-        decode = DecodeService(worker, puller, config.reattach_s)
+        decode = DecodeService(worker, puller, store, config.reattach_s)
         engine.start_loop()
         source.start()
         return cls(engine, runner, transport, layout, rank, store, source, puller, prefill, decode, load, meter)

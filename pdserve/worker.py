@@ -231,7 +231,7 @@ class WorkerProcess:
             ranks=[rank_to_proto(parts.rank)],
             protocol_min=record.protocol_min,
             protocol_max=record.protocol_max,
-            features=["local", "reattach", "prompt_logprobs", "stream_reserve", "cancel_choices"],
+            features=["local", "reattach", "prompt_logprobs", "stream_reserve", "cancel_choices", "handover"],
             load=parts.report(),
             draining=self._draining,
             pid=record.pid,

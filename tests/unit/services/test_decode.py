@@ -7,6 +7,8 @@ import pytest
 
 from decode_worker.service import DecodeService
 from engine.api import Admitted, Failed, Mode, Tokens
+from kvtransfer.source import HandoffStore
+from kvtransfer.tickets import TicketMint
 from kvtransfer.types import Destination, First, LegKey, Pulled
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from runtime.clock import FakeClock
@@ -19,7 +21,7 @@ from runtime.errors import (
     TicketInvalid,
     TransferFailed,
 )
-from tests.unit.services.fakes import Hold, ScriptedEngine, worker
+from tests.unit.services.fakes import EPOCH, Hold, ScriptedEngine, worker
 from tests.unit.services.streams import Stream, decode_stream, ref, work
 
 KEY = LegKey("r1", "decode", 1)
@@ -63,7 +65,8 @@ class Setup:
         self.clock = FakeClock()
         self.engine = ScriptedEngine()
         self.puller = HandPuller()
-        self.service = DecodeService(worker(self.engine, self.clock), self.puller, reattach_s=2.0)
+        self.handoffs = HandoffStore(TicketMint("w-1", EPOCH, b"l" * 32), self.clock, lease_s=10.0)
+        self.service = DecodeService(worker(self.engine, self.clock), self.puller, self.handoffs, reattach_s=2.0)
         self.hold = Hold()
 
     def admit(self, key: LegKey = KEY, ready: int = 0) -> None:

@@ -129,7 +129,7 @@ BAD = {
     "tokens": {"tokens": []},
     "prompt_len": {"prompt_len": 9},
     "n": {"n": 99},
-    "choice": {"choice": 1},
+    "choice": {"choice": 1, "n": 2},
     "adapter": {"adapter": common_pb2.Adapter(id="a")},
     "multimodal": {"multimodal": [common_pb2.MultimodalItem(position=1)]},
     "salt": {"salt": b"s" * 2000},
