@@ -214,6 +214,7 @@ async def test_each_choice_goes_on_alone_and_one_that_has_ended_does_not(two: Si
     call = asyncio.create_task(history(two, n=3, stop="kl", max_tokens=30))  # choice 1 says "hijklm..." first
     await until(lambda: any(script.waiting for script in scripts.values()))
     dead = next(worker for worker in two.workers if worker.id in scripts and scripts[worker.id].waiting)
+    await dead.until(lambda: dead.ended_choices == [1])  # the router has seen its stop string
     for script in scripts.values():
         script.go.set()
     await dead.die()
