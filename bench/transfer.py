@@ -5,7 +5,8 @@
 
 raw       an agent of its own, used directly in a tight loop without thread or event loop: prepare, post, done
 posted    the same, but every handle is prepared before the clock starts
-read      Transport.read from the event loop, asked to answered: queue, thread, prepare, post, done, wake-up
+read      Transport.read from the event loop (uvloop, as a worker's), asked to answered: queue, thread, prepare, post,
+          done, wake-up
 pull      a whole hand-off: Watch, ready ranges, reads, checksums, final; bytes as the transport counted them
 
 `ratio` is raw time / read time, `ratio_posted` is posted / read (1 = as fast). Every round takes all of them, in an
@@ -28,11 +29,13 @@ from typing import Any
 import grpc
 import numpy as np
 import numpy.typing as npt
+import uvloop
 
 from kvtransfer.checksum import wsum64
 from kvtransfer.layout import Rank, fingerprint
 from kvtransfer.mapping import Moves, UnitRead, moves
-from kvtransfer.nixl import NixlTransport, load, make_agent
+from kvtransfer.nixl import NixlTransport
+from kvtransfer.nixl_agent import load, make_agent
 from kvtransfer.puller import Puller
 from kvtransfer.service import KvSourceService
 from kvtransfer.source import HandoffStore
@@ -345,9 +348,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     if arguments.source:
-        asyncio.run(_source())
+        uvloop.run(_source())
     else:
-        print(json.dumps(asyncio.run(measure(arguments.rounds)), indent=2))
+        print(json.dumps(uvloop.run(measure(arguments.rounds)), indent=2))
 
 
 if __name__ == "__main__":

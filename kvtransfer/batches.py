@@ -30,6 +30,12 @@ class Batch:
     local: U64
     remote: U64
 
+    @classmethod
+    def of(cls, flight: Flight) -> Batch:
+        """One read by itself."""
+        moves = flight.moves
+        return cls((flight,), (moves.nbytes,), moves.local, moves.remote)
+
     @property
     def nbytes(self) -> int:
         return sum(self.sizes)
@@ -63,10 +69,10 @@ def _cut(flights: Sequence[Flight]) -> list[Batch]:
     """All rows in one table, which the batches are slices of."""
     tables = [flight.moves.local for flight in flights]
     if len(tables) == 1:
-        return [Batch(tuple(flights), (flights[0].moves.nbytes,), tables[0], flights[0].moves.remote)]
+        return [Batch.of(flights[0])]
     local, remote = np.concatenate(tables), np.concatenate([flight.moves.remote for flight in flights])
     rows = [0, *accumulate(map(len, tables))]
-    sizes = tuple(np.add.reduceat(local[:, 1], rows[:-1]).tolist())
+    sizes = tuple(flight.moves.nbytes for flight in flights)
     found, first, filled = [], 0, 0
     for i, size in enumerate(sizes, 1):
         filled += size

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvtransfer import nixl
+from kvtransfer.nixl_agent import failures, load
 from kvtransfer.types import Region
 from runtime.errors import TransferFailed
 
@@ -65,7 +65,7 @@ class NixlFile:
     """
 
     def __init__(self, path: Path, size: int, memory: Sequence[Region]) -> None:
-        api, _ = nixl.load()
+        api, _ = load()
         self._name = f"disk-{os.getpid()}-{id(self)}"
         try:
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -75,9 +75,7 @@ class NixlFile:
             self._memory = self._agent.register_memory(table, "DRAM", backends=["POSIX"])
             self._fd = _open(path, size)
             self._file = self._agent.register_memory([(0, size, self._fd, "")], "FILE", backends=["POSIX"])
-        except OSError:
-            raise
-        except Exception as error:
+        except failures() as error:
             raise TransferFailed(f"NIXL's POSIX backend was refused: {type(error).__name__}") from error
 
     def write(self, ranges: Ranges) -> None:
@@ -110,7 +108,7 @@ class NixlFile:
                 state = self._agent.check_xfer_state(handle)
                 if state == "PROC":
                     time.sleep(POLL_S)
-        except Exception as error:
+        except failures() as error:
             if handle is not None:
                 handle.release()
             raise TransferFailed(f"a file transfer failed: {type(error).__name__}") from error

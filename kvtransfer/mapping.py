@@ -8,7 +8,7 @@ A unit that several ranks of the source hold is read from one owner, chosen so t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -83,16 +83,16 @@ def _owner(component: Component, tp_source: int, tp_destination: int, unit: int,
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Byte ranges to read: local[i] receives remote[i]. Both [n, 3] uint64: address, length, device."""
+    """Byte ranges to read: local[i] receives remote[i]. Both [n, 3] uint64: address, length, device. nbytes: of all."""
 
     local: U64
     remote: U64
     local_memory: str = "DRAM"
     remote_memory: str = "DRAM"
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.local[:, 1].sum())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", int(self.local[:, 1].sum()))
 
     def __len__(self) -> int:
         return len(self.local)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.layout import Rank
@@ -48,30 +48,44 @@ class ReadStats:
     seconds: float
 
 
-@dataclass(slots=True, eq=False)
 class Flight:
     """A read that was asked for. Both futures belong to the event loop that asked.
 
     result: ReadStats, or TransferFailed, DeadlineExceeded. quiet: done when the destination is left alone for good.
-    Abandoning the flight (cancelling `result`) does not stop it.
+    Abandoning the flight (cancelling `result`) does not stop it. over_at: time.monotonic() when `result` was done.
+    forget: called with the flight when it is settled.
     """
 
-    peer: str
-    moves: Moves
-    deadline: float
-    result: asyncio.Future[ReadStats] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    quiet: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    over_at: float = float("inf")  # time.monotonic() when `result` was done
+    __slots__ = ("_forget", "_quiet", "deadline", "moves", "over_at", "peer", "result", "settled")
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, peer: str, moves: Moves, deadline: float, forget: Callable[[Flight], None] | None = None
+    ) -> None:
+        self.peer = peer
+        self.moves = moves
+        self.deadline = deadline
+        self.result: asyncio.Future[ReadStats] = asyncio.get_running_loop().create_future()
+        self.over_at = float("inf")
+        self.settled = False
+        self._quiet: asyncio.Future[None] | None = None
+        self._forget = forget
         self.result.add_done_callback(self._over)
 
     def _over(self, _: object) -> None:
         self.over_at = time.monotonic()
 
     @property
+    def quiet(self) -> asyncio.Future[None]:
+        """Made when it is asked for: most reads succeed, and nobody waits for their quiet."""
+        if self._quiet is None:
+            self._quiet = self.result.get_loop().create_future()
+            if self.settled:
+                self._quiet.set_result(None)
+        return self._quiet
+
+    @property
     def quarantined(self) -> bool:
-        return self.result.done() and not self.quiet.done()
+        return self.result.done() and not self.settled
 
     def succeed(self, stats: ReadStats) -> None:
         if not self.result.done():
@@ -85,8 +99,13 @@ class Flight:
             self.result.exception()  # an abandoned failure is not "never retrieved"
 
     def settle(self) -> None:
-        if not self.quiet.done():
-            self.quiet.set_result(None)
+        if self.settled:
+            return
+        self.settled = True
+        if self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
+        if self._forget is not None:
+            self._forget(self)
 
 
 class Transport(Protocol):

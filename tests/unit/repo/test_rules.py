@@ -32,9 +32,9 @@ BANNED_METHODS = {"deserialize_descs": "unpickles what a peer sent", "get_serial
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": ("engine/", "bench/"),  # bench: the limit a figure is compared with is measured beside it
     "triton": ("engine/",),
-    "nixl": ("kvtransfer/nixl.py",),
-    "nixl_cu12": ("kvtransfer/nixl.py",),
-    "nixl_cu13": ("kvtransfer/nixl.py",),
+    "nixl": ("kvtransfer/nixl_agent.py",),
+    "nixl_cu12": ("kvtransfer/nixl_agent.py",),
+    "nixl_cu13": ("kvtransfer/nixl_agent.py",),
     "redis": ("runtime/registry/redis.py",),
     "ray": ("deploy/",),
     "aiohttp": ("router/", "bench/"),  # bench: as a client
