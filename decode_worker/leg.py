@@ -109,6 +109,8 @@ class Leg(ServiceLeg[decode_pb2.DecodeEvents]):
             times.prefill_s = last.prefill_s
         if self.local:
             times.cached_tokens = last.cached_tokens
+            if self.fetched is not None:
+                self.fetched.put_into(times)
         return times
 
     def meter(self, meter: Meter, said: decode_pb2.ChoiceTokens, cached_tokens: int) -> None:

@@ -328,6 +328,7 @@ class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that write
     def _stop(self, leg: Leg) -> None:
         """Engine, pull and landing let go. A pull under way releases its landing itself, when no read can touch it."""
         leg.over_at = self._worker.clock.monotonic()
+        self._unfetch(leg)
         self._worker.engine.cancel(leg.key)
         if leg.pull is not None and leg.pull is not asyncio.current_task():
             leg.pull.cancel()

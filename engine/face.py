@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from engine.api import EngineLoad, EnginePort, EngineRequest, Free, Mode, Needs, Refused
+from engine.fetch import Fetcher
 from engine.meter import Meter
 from engine.plan import Logprob, SamplingParams
 from engine.tiers.stats import TierReport
@@ -39,7 +40,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Worker:
     """The worker a service speaks for. root_of: effective salt -> 32-byte hash root of its model. load: a report of
-    now, with the next sequence number. address: where KvSource is served."""
+    now, with the next sequence number. address: where KvSource is served. fetcher: of prefixes other workers have."""
 
     worker_id: str
     epoch: int
@@ -52,6 +53,7 @@ class Worker:
     root_of: Callable[[bytes], bytes]
     load: Callable[[], common_pb2.Load]
     meter: Meter = field(default_factory=Meter)
+    fetcher: Fetcher | None = None
 
 
 def reserve(worker: Worker, leg: str, request: common_pb2.ReserveRequest) -> common_pb2.ReserveReply:

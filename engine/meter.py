@@ -7,7 +7,7 @@ from prometheus_client import Counter
 from protos.v1 import common_pb2
 from runtime.metrics import Metrics
 
-_STAGES = ("queue", "prefill", "handoff_wait", "transfer", "checksum", "decode")
+_STAGES = ("queue", "fetch", "prefill", "handoff_wait", "transfer", "checksum", "decode")
 _GAUGES = (
     "running", "waiting", "queued_prefill_tokens", "pages_total", "pages_free", "pages_cached", "pages_reserved",
     "slots_total", "slots_free", "leases", "quarantined_pages", "swapped",

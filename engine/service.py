@@ -17,8 +17,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import structlog
 
-from engine.api import Admitted, Event, HandedOver, Mode
+from engine.api import Admitted, EngineRequest, Event, HandedOver, Mode
 from engine.face import Assembly, Worker, engine_request, leg_key, reserve
+from engine.fetch import Fetched, Fetcher
 from kvtransfer.types import LegKey
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from runtime.errors import DeadlineExceeded, InvalidRequest, PdserveError
@@ -43,6 +44,8 @@ class ServiceLeg(Generic[M]):
     deadline: float
     token_count: int = field(default=0, kw_only=True)
     assembly: Assembly | None = field(default=None, kw_only=True)
+    fetch: asyncio.Task[None] | None = field(default=None, kw_only=True)  # of a prefix, before the engine gets it
+    fetched: Fetched | None = field(default=None, kw_only=True)
     submitted: bool = field(default=False, kw_only=True)  # the engine has it, or had
 
     @property
@@ -73,6 +76,7 @@ class Service(ABC, Generic[C, M, E, L]):
         self._hub: StreamHub[M, C] = StreamHub(self, worker.epoch, worker.clock, reattach_s)
         self._legs: dict[LegKey, L] = {}
         self._over: Recent[LegKey, PdserveError] = Recent(REMEMBERED)
+        self._fetches: set[asyncio.Task[None]] = set()
         self._sink = self._post
         self._log = structlog.get_logger(f"pdserve.{self.name}")
 
@@ -103,6 +107,13 @@ class Service(ABC, Generic[C, M, E, L]):
     def remembered(self) -> int:
         """Legs with an entry here: those that run and those a router may still ask about."""
         return len(self._legs)
+
+    async def settle(self) -> None:
+        """End the fetches of prefixes that are under way, and wait until they are over."""
+        for task in self._fetches:
+            task.cancel()
+        if self._fetches:
+            await asyncio.wait(self._fetches)
 
     def tick(self, now: float) -> None:
         """Housekeeping, a few times a second: sessions not re-attached, legs nobody will ask about."""
@@ -236,8 +247,31 @@ class Service(ABC, Generic[C, M, E, L]):
         self._log.debug(
             "submit", request_id=leg.key.request_id, attempt=leg.key.attempt, trace=trace_id(request.traceparent)
         )
+        source, fetcher = request.prefix_source, self._worker.fetcher
+        if fetcher is not None and source.worker_id and work.mode is not Mode.REMOTE:
+            leg.fetch = asyncio.create_task(self._fetch_first(leg, work, fetcher, source))
+            self._fetches.add(leg.fetch)
+            leg.fetch.add_done_callback(self._fetches.discard)
+        else:
+            self._hand_in(leg, work)
+
+    def _hand_in(self, leg: L, work: EngineRequest) -> None:
         leg.submitted = True
         self._worker.engine.submit(work, self._sink)
+
+    async def _fetch_first(
+        self, leg: L, work: EngineRequest, fetcher: Fetcher, source: common_pb2.PrefixSource
+    ) -> None:
+        """A cached prefix is brought from another worker, if that works out in time; then the engine gets the
+        request."""
+        leg.fetched = await fetcher.fetch(work, source)
+        leg.fetch = None
+        if self._legs.get(leg.key) is not leg or leg.ended:
+            return
+        try:
+            self._hand_in(leg, work)
+        except PdserveError as error:
+            self._fail_now(leg, error)
 
     # --- events ------------------------------------------------------------------------------------------------
 
@@ -267,7 +301,15 @@ class Service(ABC, Generic[C, M, E, L]):
         self._fail(leg, error, batch)
         batch.flush()
 
+    @staticmethod
+    def _unfetch(leg: L) -> None:
+        """The leg is over: what is fetched for it is not wanted any more."""
+        if leg.fetch is not None:
+            leg.fetch.cancel()
+            leg.fetch = None
+
     def _forget(self, leg: L) -> None:
+        self._unfetch(leg)
         leg.move(None)
         self._legs.pop(leg.key, None)
 

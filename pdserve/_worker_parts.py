@@ -14,21 +14,24 @@ from dataclasses import dataclass
 
 from decode_worker.service import DecodeService
 from engine.face import Limits, Worker, load_of, tier_load
+from engine.fetch import Fetcher, answered
 from engine.loop import Engine, EngineSpec
 from engine.meter import Meter
 from engine.runner_api import Runner
 from engine.tiers.build import Ways
 from engine.tiers.disk import OpenFile
+from engine.tiers.pool import as_second_pool
 from kvtransfer import hashing
 from kvtransfer.checksum import wsum64
 from kvtransfer.files import NixlFile, PlainFile
 from kvtransfer.layout import Rank, fingerprint
+from kvtransfer.prefix import Holder, Offers
 from kvtransfer.puller import Puller
 from kvtransfer.service import KvSourceService
 from kvtransfer.source import HandoffStore
 from kvtransfer.tickets import TicketMint
 from kvtransfer.transport import Incarnation, LocalRank, Transport
-from kvtransfer.types import Layout
+from kvtransfer.types import Layout, Prefix, Wanted
 from pdserve._worker_advert import Identity
 from pdserve._worker_faults import FaultyRunner
 from prefill_worker.service import PrefillService
@@ -39,6 +42,9 @@ from runtime.config import Config
 from runtime.errors import PdserveError
 from runtime.metrics import Metrics
 from runtime.modelfiles import ModelFiles
+
+FETCH_SHARE = 0.5
+"""A prefix is fetched no longer than this share of the time for which a request's room is booked."""
 
 
 def load_runner(config: Config, files: ModelFiles, progress: Callable[[float], None]) -> Runner:
@@ -113,15 +119,19 @@ class Parts:
         layout = Layout(model.components, files.fingerprint(), config.chunk_tokens)
         transport = make_transport(config, Incarnation(identity.worker_id, 0, identity.epoch))
         agent = await transport.start((*engine.regions(), *engine.host_regions()))
-        rank = Rank(agent.name, agent.metadata, engine.regions())
+        rank = Rank(agent.name, agent.metadata, (*engine.regions(), *as_second_pool(engine.host_regions())))
         local = LocalRank(rank, transport, wsum64)
         mint = TicketMint(identity.worker_id, identity.epoch, fingerprint(layout))
         store = HandoffStore(mint, clock, config.lease_s)
-        source = KvSourceService(identity.worker_id, identity.epoch, layout, [local], store)
+        meter = Meter(metrics)
+        offers = Offers(identity.epoch, fingerprint(layout), store, _holder(engine, meter), config.prefix_fetches)
+        source = KvSourceService(identity.worker_id, identity.epoch, layout, [local], store, offers)
         puller = Puller(identity.worker_id, identity.epoch, layout, [local], config, clock)
         load = _loader(engine, store, puller)
-        meter = Meter(metrics)
-        worker = _worker(config, files, engine, identity, address, clock, transport.name, load, meter)
+        fetcher = Fetcher(
+            engine.prefixes, puller, clock, meter, config.prefix_fetches, config.reservation_s * FETCH_SHARE
+        )
+        worker = _worker(config, files, engine, identity, address, clock, transport.name, load, meter, fetcher)
         prefill = PrefillService(worker, store, config.reattach_s)
         decode = DecodeService(worker, puller, store, config.reattach_s)
         engine.start_loop()
@@ -155,6 +165,8 @@ class Parts:
         """engine_stuck: its thread cannot be joined, so the process must end without the interpreter's clean-up."""
         self.prefill.close(error)
         await self.decode.close(error)
+        await self.prefill.settle()
+        await self.decode.settle()
         await self.puller.close()
         await self.source.close()
         await self.transport.close()
@@ -187,6 +199,7 @@ def _worker(
     transport: str,
     load: Callable[[], common_pb2.Load],
     meter: Meter,
+    fetcher: Fetcher,
 ) -> Worker:
     model = config.served_model_name or files.name
     revision = files.fingerprint()
@@ -209,4 +222,14 @@ def _worker(
         root_of=lambda salt: hashing.root(salt, model, revision),
         load=load,
         meter=meter,
+        fetcher=fetcher,
     )
+
+
+def _holder(engine: Engine, meter: Meter) -> Holder:
+    async def hold(wanted: Wanted) -> Prefix | None:
+        found = await answered(engine.prefixes.offer(wanted), lambda prefix: prefix.hold.release())
+        meter.offered(found.tier if found is not None else "")
+        return found
+
+    return hold

@@ -42,6 +42,10 @@ PROPAGATION_S = 0.3
 
 SERVICES = ("pdserve.v1.Prefill", "pdserve.v1.Decode", "pdserve.v1.KvSource", "pdserve.v1.Worker")
 
+FEATURES = (
+    "local", "reattach", "prompt_logprobs", "stream_reserve", "cancel_choices", "handover", "prefix_source",
+)  # fmt: skip
+
 _log = structlog.get_logger("pdserve.worker")
 
 
@@ -231,7 +235,7 @@ class WorkerProcess:
             ranks=[rank_to_proto(parts.rank)],
             protocol_min=record.protocol_min,
             protocol_max=record.protocol_max,
-            features=["local", "reattach", "prompt_logprobs", "stream_reserve", "cancel_choices", "handover"],
+            features=FEATURES,
             load=parts.report(),
             draining=self._draining,
             pid=record.pid,

@@ -166,6 +166,8 @@ class PrefillService(  # type: ignore[misc]  # its Open is a coroutine that writ
             pid=self._worker.pid,
             transport=self._worker.transport,
         )
+        if leg.fetched is not None:
+            leg.fetched.put_into(times)
         meter = self._worker.meter
         meter.prompt(LEG, leg.token_count, times)
         meter.generated(LEG, len(event.first))

@@ -114,6 +114,9 @@ class Config(BaseSettings):
     lease_s: float = Field(10.0, gt=0, description="how long computed pages wait for their reader")
     lease_margin_s: float = Field(1.0, gt=0, description="a reader gives up so long before its lease ends")
     reservation_s: float = Field(5.0, gt=0, description="how long booked room is kept for a request that does not come")
+    prefix_fetches: int = Field(
+        4, ge=0, description="cached prefixes one worker reads from others, and offers to them, at once; 0 = none"
+    )
     transfer_timeout_s: float = Field(30.0, gt=0, description="of one read")
     quarantine_s: float = Field(
         60.0, gt=0, description="a worker whose broken read still owns memory after this time is replaced"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -44,8 +44,16 @@ def copy_host(table: Table) -> None:
         ctypes.memmove(target, source, size)
 
 
+HOST_SUFFIX = "@host"
+
+
 def host_name(component: str) -> str:
-    return f"{component}@host"
+    return component + HOST_SUFFIX
+
+
+def as_second_pool(host: Sequence[Region]) -> tuple[Region, ...]:
+    """Host regions as peers know them: of the component itself, which has another region on the device."""
+    return tuple(replace(region, component=region.component.removesuffix(HOST_SUFFIX)) for region in host)
 
 
 class HostPool:
