@@ -26,6 +26,7 @@ from router.inference import InferenceService
 from router.params import Limits, model_defaults
 from router.planner import Planner
 from router.server import Handler, Runner
+from router.sharing import Sharing
 from router.stats import Stats
 from router.tenants import Keys
 from runtime import lifecycle, logs, rpc
@@ -104,6 +105,9 @@ class Router:
         self._queue = self.metrics.gauge("pdserve_router_queue", "Requests waiting for capacity")
         self._held = self.metrics.gauge("pdserve_router_prompts_inflight", "Prompts that hold a permit")
         self._store = open_store(config, self.metrics, self.clock)
+        self.sharing = Sharing(
+            config, self._store, self.planner, (files.name, revision), router_id, self.clock, self.metrics
+        )
         self._feed = Feed(
             self._store,
             config.registry_ttl_s,
@@ -137,6 +141,7 @@ class Router:
         reflection.enable_server_reflection((INFERENCE, REGISTRY, HEALTH, REFLECTION), self._server)
         self.grpc = rpc.bind(self._server, self.config.grpc_listen, self.config)
         await self._server.start()
+        self.sharing.start()
         self._feed.start()
         self.dispatcher.start()
         separate = bool(self.config.admin_listen)
@@ -189,6 +194,7 @@ class Router:
         await self._feed.stop()
         await self.dispatcher.close()
         await self.planner.close()
+        await self.sharing.close()
         await self.fleet.close()
         await self._store.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -54,6 +54,15 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Export:
+    """What is known of one worker as of `sequence` of `epoch`: events that would make it known elsewhere."""
+
+    epoch: int
+    sequence: int
+    events: Sequence[CacheEvent]
+
+
+@dataclass(frozen=True, slots=True)
 class Hit:
     """Prefix lengths in tokens. kv: in any tier; device: without a load; host: without a read from disk.
     resume: where prefill may start: kv, or for models with state the last ready checkpoint at or before it."""
@@ -121,6 +130,22 @@ class PrefixIndex:
         """(epoch, sequence) to ask the worker's feed to go on from; sequence 0 asks for a snapshot."""
         source = self._source(worker_id)
         return source.epoch, source.sequence if source.synced else 0
+
+    def export(self, worker_id: str) -> Export | None:
+        """None while the worker's feed is not followed without a gap."""
+        source = self._sources.get(worker_id)
+        if source is None or not source.synced:
+            return None
+        keys, events = list(source.keys), []
+        if keys:
+            events.append(CacheEvent(Kind.STORED, keys))
+        for tier, place in (("host", 0), ("disk", 1)) if self._lower else ():
+            lower = [key for key in keys if self._lower.get(key, (0, 0))[place] >> source.bit & 1]
+            if lower:
+                events.append(CacheEvent(Kind.TIER_CHANGED, lower, tier))
+        for key, length in source.checkpoints:
+            events.append(CacheEvent(Kind.CHECKPOINT_READY, (key,), state_length=length))
+        return Export(source.epoch, source.sequence, events)
 
     # --- the feed -----------------------------------------------------------------------------------------------
 

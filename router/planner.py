@@ -17,16 +17,18 @@ import grpc
 import structlog
 
 from kvtransfer.hashing import root
-from protos.v1 import common_pb2, kvsource_pb2, worker_pb2
+from protos.v1 import common_pb2, kvsource_pb2
 from router import policy
+from router.cache_wire import batch_of
 from router.cost import Predicted
-from router.index import NO_HIT, Batch, CacheEvent, Kind, PrefixIndex
+from router.index import NO_HIT, PrefixIndex
 from router.keys import PromptKeys
 from router.ledger import Demand, Ledger
 from router.peers import Dynamo, Sgl
 from router.policies import Policy, PowerOfTwo, RoundRobin, SessionAffinity
 from router.policy import Role
 from router.request import Work
+from router.shared_index import SharedIndex
 from router.speeds import Speeds
 from router.view import Key, Nobody, Placement, RequestView, Wait, WorkerView
 from router.worker import Worker
@@ -39,13 +41,6 @@ RETRY_S = 0.5
 LISTENING = frozenset({"predicted", "dynamo", "sgl"})
 """Policies that look at caches."""
 
-_KINDS = {
-    worker_pb2.CacheEvent.KIND_STORED: Kind.STORED,
-    worker_pb2.CacheEvent.KIND_REMOVED: Kind.REMOVED,
-    worker_pb2.CacheEvent.KIND_TIER_CHANGED: Kind.TIER_CHANGED,
-    worker_pb2.CacheEvent.KIND_CHECKPOINT_READY: Kind.CHECKPOINT_READY,
-    worker_pb2.CacheEvent.KIND_CHECKPOINT_REMOVED: Kind.CHECKPOINT_REMOVED,
-}
 _log = structlog.get_logger("pdserve.router.planner")
 
 
@@ -102,8 +97,9 @@ class Planner:
         self._model, self._revision = model, revision
         self._clock = clock
         self._workers = workers
-        self._listening = config.policy in LISTENING
+        self.listening = config.policy in LISTENING
         self._policy = _made(config.policy, self.speeds)
+        self.shared: SharedIndex | None = None
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._numbers = 0
         self._error = metrics.gauge(
@@ -126,7 +122,7 @@ class Planner:
         view.bytes_per_token, view.state_bytes = _sizes(worker.facts.layout)
         if view.state_bytes:
             self.index.stateful = True
-        if self._listening and worker.id not in self._feeds:
+        if self.listening and worker.id not in self._feeds:
             self._feeds[worker.id] = asyncio.create_task(self._listen(worker), name=f"cache-events-{worker.id}")
 
     def left(self, worker: Worker) -> None:
@@ -136,6 +132,8 @@ class Planner:
         if self.active:
             self.ledger.remove(worker.id)
             self.index.forget(worker.id)
+        if self.shared is not None:
+            self.shared.left(worker.id)
 
     async def close(self) -> None:
         feeds = list(self._feeds.values())
@@ -189,7 +187,7 @@ class Planner:
             session=work.session,
             waited_s=waited_s,
         )
-        if not self._listening:
+        if not self.listening:
             return request
         keys = PromptKeys(root(work.salt, self._model, self._revision), tokens)
         hits = self.index.match(keys)
@@ -252,14 +250,19 @@ class Planner:
     # --- caches
 
     async def _listen(self, worker: Worker) -> None:
-        """Follow the worker's cache for ever; after a gap or a new life, from a snapshot."""
+        """Follow the worker's cache for ever; after a gap or a new life, from a snapshot. What another router has left
+        of it is where a new one begins."""
+        if self.shared is not None and worker.facts is not None:
+            await self.shared.load(worker.id, worker.group, worker.facts.epoch)
         while True:
             epoch, sequence = self.index.position(worker.id)
             try:
                 async for batch in worker.cache_events(epoch, sequence):
-                    if not self.index.apply(worker.id, _batch(batch)):
+                    if not self.index.apply(worker.id, batch_of(batch)):
                         self._gaps.inc()
                         break
+                    if self.shared is not None:
+                        self.shared.heard(worker.id, worker.group, batch)
                 else:
                     await asyncio.sleep(RETRY_S)
             except (grpc.RpcError, PdserveError) as exc:
@@ -289,13 +292,3 @@ def _sizes(layout: kvsource_pb2.Layout) -> tuple[float, float]:
     paged = sum(p.units * p.layers * p.rows * p.token_bytes for p in layout.components if p.paged)
     state = sum(p.units * p.layers * p.rows * p.tokens * p.token_bytes for p in layout.components if not p.paged)
     return float(paged), float(state)
-
-
-def _batch(wire: worker_pb2.CacheEventBatch) -> Batch:
-    """Events of unknown kinds are kept as nothing, so that sequence numbers stay right."""
-    events = [
-        CacheEvent(_KINDS.get(event.kind, Kind.REMOVED), list(event.page_keys) if event.kind in _KINDS else (),
-                   event.tier or "device", event.state_length)
-        for event in wire.events
-    ]  # fmt: skip
-    return Batch(wire.epoch, wire.first_sequence, events, wire.snapshot, wire.snapshot_end)
