@@ -121,8 +121,8 @@ class Mover:
     def load(self, paged: bool, pairs: Sequence[Pair], sums: Sequence[Sums]) -> int:
         """Host to device, as far as the checksums agree: how many leading items are good and have been copied."""
         faults.strike("tier.load")
-        for region in self.host:
-            if faults.on("tier.corrupt") is not None and pairs:
+        for _, _, region in self._parts(paged):
+            if pairs and faults.on("tier.corrupt") is not None:
                 view(region)[pairs[-1][1], 0] ^= 0xFF
         done = 0
         for some in self._blocks(paged, pairs):

@@ -45,11 +45,12 @@ class StateStores:
         self._states, self._host, self._host_pages = states, host, host_pages
         self._sightings, self._mover, self._counts = sightings, mover, counts
         self._queue, self._submit, self._published = queue, submit, published
-        self.settle: Callable[[Copy], None] | None = None
+        self.settle: Callable[[Copy], None] | None = None  # makes a slot whole at once; None = no slot has records
         self._storing: set[bytes] = set()
         self._refused: set[bytes] = set()  # their store failed; tried again after one that did not
+        self._ahead: set[bytes] = set()  # stored before anybody needed their room: not again, a small host would thrash
         self._tried: set[bytes] = set()  # started for the room that is being made
-        self._looked_at = -1  # the version of the device's states when there was nothing to do ahead
+        self._looked_at = (-1, -1)  # the device's states when there was nothing to do ahead
 
     @property
     def under_way(self) -> bool:
@@ -57,12 +58,13 @@ class StateStores:
 
     def ahead(self) -> None:
         """Start a copy of a state that would be evicted soon, one at a time."""
-        if self._storing or self._looked_at == self._states.version:
+        now = (self._states.version, self._slots.cached)
+        if self._storing or self._looked_at == now:
             return
         if all(pool.free * 2 > pool.total for pool in (self._slots, self._pages)):
             return
-        if not self._start(self._states.victims(LOOK_AHEAD), 1, set()):
-            self._looked_at = self._states.version
+        if not self._start(self._states.victims(LOOK_AHEAD), 1, self._ahead):
+            self._looked_at = now
 
     def make_room(self, slots: int, pages: Collection[int], keep: State | None) -> bool:
         """Start copies of what goes when `slots` idle slots and the device pages `pages` are taken. Whether something
@@ -75,6 +77,10 @@ class StateStores:
 
     def made_room(self) -> None:
         self._tried.clear()
+
+    def forget(self, state: State) -> None:
+        """It has left the device."""
+        self._ahead.discard(state_id(state.key, state.tail))
 
     def _start(self, going: Iterable[State], limit: int, tried: set[bytes]) -> bool:
         """Whether some are on their way now, or were left."""
@@ -106,9 +112,9 @@ class StateStores:
 
     def _whole(self, state: State) -> bool:
         """Records do not move: a slot that has some is made whole, unless somebody reads it."""
-        if state.whole == state.length:
+        if state.whole == state.length or self.settle is None:
             return True
-        if self.settle is None or self._slots.refs(state.slot):
+        if self._slots.refs(state.slot):
             return False
         self.settle(Copy(False, state.slot, state.slot, state.length, state.whole))
         state.whole = state.length
@@ -139,7 +145,7 @@ class StateStores:
             else:
                 self._counts.failed += 1
                 self._refused.add(name)
-            self._looked_at = -1
+            self._looked_at = (-1, -1)
             self._host.slots.release(slots)
             self._host_pages.release(pages)
 

@@ -116,8 +116,7 @@ class Tiers:
         cache.set_lower(self._dropped, self._below)
 
     def _state_stores(self, states: StateCache) -> StateStores:
-        if self.options.poison:
-            states.dropped = self._poison_state
+        states.dropped = self._state_dropped
         return StateStores(
             (self._pages, self._slots),
             states,
@@ -386,9 +385,11 @@ class Tiers:
             lower["disk"] = [key for key in self.disk.index.keys() if key not in self.host]  # noqa: SIM118
         return lower
 
-    def _poison_state(self, state: State) -> None:
-        """It has left the device: what nobody holds and the host has."""
-        if self.states.has(state.key, state.tail):
+    def _state_dropped(self, state: State) -> None:
+        """It has left the device. Poisoned is what nobody holds and the host has."""
+        assert self.state_stores is not None
+        self.state_stores.forget(state)
+        if self.options.poison and self.states.has(state.key, state.tail):
             if self._slots.refs(state.slot) == 0:
                 self._mover.poison(False, [state.slot])
             if state.page and self._pages.refs(state.page) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -67,3 +68,33 @@ def test_a_prefix_that_came_back_from_the_host_gives_the_tokens_of_a_computed_on
     assert made.tiers.counts.hit_pages >= 7
     assert made.tokens(again) == made.tokens(first)
     made.baseline()
+
+
+@pytest.mark.parametrize("ring", [0, 16], ids=["plain", "records"])
+def test_a_turn_that_went_down_with_its_state_goes_on_as_if_it_had_stayed(ring: int) -> None:
+    """Nine answer tokens leave records in the slot, where there are any: the state is whole when it goes down."""
+    turn, answers = prompt(60), []
+    for pressed in (False, True):
+        options = replace(OPTIONS, replay_len=ring, deterministic=not ring)
+        files = ModelFiles.open("tiny-kimi")
+        runner = TorchRunner(files.config, open_weights(Path(files.path), files.kind, files.config, "auto", 0), options)
+        changes: dict[str, object] = {"host_pool_tokens": 1024, "max_batch": 2}
+        made = TierLab(pages=14, runner=runner, state=True, max_model_len=256, changes=changes)
+        first = made.submit(request("first", turn, max_tokens=9))
+        made.run()
+        made.settle()
+        if pressed:
+            made.submit(request("other", prompt(190, seed=1), max_tokens=4))
+            made.run()
+            made.settle()
+        longer = (*turn, *made.tokens(first), 5, 6, 7)
+        second = made.submit(request("second", longer, max_tokens=9))
+        for _ in range(3):
+            made.run()
+            made.settle()
+        assert made.of(second)[-1].cached_tokens == 68  # type: ignore[union-attr]
+        assert made.tiers.counts.hit_states == pressed
+        answers.append(made.tokens(second))
+        made.baseline()
+    assert len(answers[0]) == 9
+    assert answers[0] == answers[1]
