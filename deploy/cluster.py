@@ -20,8 +20,9 @@ from signal import SIGTERM
 from typing import Any
 
 from deploy import processes
+from deploy.actors import Actors, RayFailed
 from deploy.fleet import Fleet
-from deploy.placement import NAMESPACE, check, child_env, secured, settings_of
+from deploy.placement import check, child_env, namespace, secured, settings_of
 from deploy.state import ClusterRecord, StateDir
 from runtime.config import Config
 from runtime.errors import InvalidRequest, PdserveError
@@ -254,7 +255,7 @@ def down(config: Config) -> list[str]:
         raise InvalidRequest("no cluster was started here", field="state_dir")
     ended: list[str] = []
     if record is None or not record.ray_folder:
-        ended += _stop_actors(config.address or (record.ray_address if record else ""))
+        ended += _stop_actors(config.address or (record.ray_address if record else ""), _namespace(config, record))
     if record is not None:
         _stop_launcher(record)
         _finish(state, record, record.launcher_pid if not processes.look(record.launcher_pid) else 0)
@@ -271,16 +272,13 @@ def _stop_launcher(record: ClusterRecord) -> None:
             processes.wait_gone(record.launcher_pid, record.launcher_start, patience_s)
 
 
-def _stop_actors(address: str) -> list[str]:
-    request = {"address": address, "namespace": NAMESPACE, "node_ip": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "deploy.ray_ops", "stop"],
-        input=json.dumps(request) + "\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise StartFailed(f"cannot reach Ray at {address}: {why}")
-    return list(json.loads(done.stdout.splitlines()[-1])["stopped"])
+def _namespace(config: Config, record: ClusterRecord | None) -> str:
+    """Of the fleet that was named, else of the one that was started here."""
+    return record.namespace if record is not None and "fleet" not in config.overrides() else namespace(config)
+
+
+def _stop_actors(address: str, fleet: str) -> list[str]:
+    try:
+        return Actors(address, fleet).stop()
+    except RayFailed as error:
+        raise StartFailed(str(error)) from None

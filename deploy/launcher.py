@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from deploy import processes, ray_head
-from deploy.placement import NAMESPACE, WorkerSpec, child_env, local_gpus, plan, settings_of
+from deploy.placement import WorkerSpec, child_env, local_gpus, most_workers, namespace, plan, settings_of
 from deploy.ports import settle
 from deploy.state import ClusterRecord, StateDir
 from deploy.supervisor import EXIT_REFUSED
@@ -31,6 +32,7 @@ from runtime.errors import PdserveError
 ROUTER_GRACE_S = 5.0
 RAY_GRACE_S = 3.0
 REFUSED_PAUSE_S = 1.0
+CONTROLLER_PAUSE_S = 5.0
 
 
 class Failed(Exception):
@@ -46,6 +48,8 @@ class Launcher:
         self._router: subprocess.Popen[bytes] | None = None
         self._ray: subprocess.Popen[bytes] | None = None
         self._placer: subprocess.Popen[bytes] | None = None
+        self._controller: subprocess.Popen[bytes] | None = None
+        self._controller_at = 0.0  # when to start it again
         self._ray_folder: Path | None = None
         self._lost: list[str] = []
 
@@ -69,12 +73,14 @@ class Launcher:
         config = self._config
         self._http = settle(config.http_listen, "http_listen")
         self._grpc = settle(config.grpc_listen, "grpc_listen")
+        self._admin = settle(config.admin_listen, "admin_listen") if config.admin_listen else ""
         registry = config.registry or self._grpc
         specs = plan(config, registry, cores=len(os.sched_getaffinity(0)), gpus=local_gpus())
         self._router_settings = settings_of(config) | {"http_listen": self._http, "grpc_listen": self._grpc}
+        self._router_settings |= {"admin_listen": self._admin} if self._admin else {}
         self._start_router()
         self._say(event="router", http=self._http, grpc=self._grpc, workers=[spec.name for spec in specs])
-        address = self._start_ray(len(specs))
+        address = self._start_ray(most_workers(config))
         self._write_record(address, specs)
         self._place(address, specs)
         threading.Thread(target=self._hear_front, daemon=True).start()
@@ -119,11 +125,12 @@ class Launcher:
                 grpc=self._grpc,
                 ray_address=address,
                 ray_folder=str(self._ray_folder or ""),
-                namespace=NAMESPACE,
+                namespace=namespace(self._config),
                 workers=tuple(spec.name for spec in specs),
                 model=self._config.model,
                 detached=self._config.detach,
                 registry_token=self._config.registry_token,
+                metrics=self._admin or self._http,
             )
         )
 
@@ -131,7 +138,7 @@ class Launcher:
         local = not self._config.address
         request = {
             "address": address,
-            "namespace": NAMESPACE,
+            "namespace": namespace(self._config),
             "node_ip": ray_head.HEAD_IP if local else "",
             "logs": str(self._state.logs) if local else "",
             "specs": [asdict(spec) for spec in specs],
@@ -171,6 +178,7 @@ class Launcher:
             self._check_placer()
             self._check_ray()
             self._check_router()
+            self._check_controller()
 
     def _settle_down(self) -> None:
         """The start is over: no more talk. Detached, the front may go (it waits for `alone`)."""
@@ -199,6 +207,24 @@ class Launcher:
         self._stop.wait(REFUSED_PAUSE_S if code == EXIT_REFUSED else 0.2)
         self._start_router()
 
+    def _check_controller(self) -> None:
+        """It runs from the end of the start on. The fleet can do without it, so whatever it ends with, it is only
+        started again, after a pause."""
+        if not self._config.elastic or self._talking:
+            return
+        now = time.monotonic()
+        if self._controller is not None and self._controller.poll() is not None:
+            self._controller, self._controller_at = None, now + CONTROLLER_PAUSE_S
+        if self._controller is None and now >= self._controller_at:
+            self._start_controller()
+
+    def _start_controller(self) -> None:
+        env = child_env(os.environ, self._router_settings | {"state_dir": str(self._state.folder)})
+        with (self._state.logs / "controller.log").open("ab") as output:
+            self._controller = processes.spawn(
+                [sys.executable, "-m", "pdserve", "controller"], env=env, death_signal=signal.SIGTERM, output=output
+            )
+
     # --- end
 
     def _end_placer(self) -> None:
@@ -210,10 +236,15 @@ class Launcher:
 
     def _end(self) -> None:
         """Everything in order, then whatever is left of the session. The record goes last."""
-        for process in (self._router, self._ray, self._placer):
+        for process in (self._controller, self._router, self._ray, self._placer):
             if process is not None and process.poll() is None:
                 process.terminate()
-        for process, grace in ((self._router, ROUTER_GRACE_S), (self._ray, RAY_GRACE_S), (self._placer, 1.0)):
+        for process, grace in (
+            (self._controller, 1.0),
+            (self._router, ROUTER_GRACE_S),
+            (self._ray, RAY_GRACE_S),
+            (self._placer, 1.0),
+        ):
             if process is not None:
                 processes.stop(process, grace)
         processes.sweep(os.getpid())

@@ -14,13 +14,18 @@ from runtime.addresses import is_loopback
 from runtime.config import Config
 from runtime.errors import InvalidRequest
 
-NAMESPACE = "pdserve"
 ENV_PREFIX = "PDSERVE_"
 _NOT_SETTINGS = frozenset({"PDSERVE_FAULTS"})  # fail-points: for every process, and no configuration key
 NODE = "node"
 """As the host of an address a worker listens on: the address of the Ray node it lands on."""
 
 WORKER_ADDRESSES = ("listen", "metrics_listen")
+ELASTIC_KEYS = ("prefill_min", "prefill_max", "decode_min", "decode_max")
+
+
+def namespace(config: Config) -> str:
+    """Of a fleet's actors in Ray: fleets with other names know nothing of each other."""
+    return "pdserve" if config.fleet == "default" else f"pdserve-{config.fleet}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,12 @@ def roles(config: Config) -> list[tuple[str, str]]:
     return [(f"{role}-{i}", role) for role, count in counts for i in range(count)]
 
 
+def most_workers(config: Config) -> int:
+    """As many as there may be at once: those configured, and what an elastic fleet grows to."""
+    counts = [max(config.prefill, config.prefill_max), max(config.decode, config.decode_max), config.both]
+    return sum(counts) if config.elastic else len(roles(config))
+
+
 def check(config: Config) -> None:
     """Refuse what cannot work or would not be honoured. Raises InvalidRequest naming the key."""
     if config.both == 0 and (config.prefill == 0 or config.decode == 0):
@@ -60,13 +71,27 @@ def check(config: Config) -> None:
         _check_worker_address(config, key)
     if config.address and not config.registry:
         _check_reachable(config.grpc_listen)
+    _check_elastic(config)
+
+
+def _check_elastic(config: Config) -> None:
+    changed = config.overrides()
+    for key in ELASTIC_KEYS:
+        if key in changed and not config.elastic:
+            raise InvalidRequest("bounds an elastic fleet: set elastic, too", field=key)
+        if key.endswith("_max") and key in changed and config.sim:
+            raise InvalidRequest("simulated workers change roles, their number stays", field=key)
+    for role in ("prefill", "decode"):
+        least, count = getattr(config, f"{role}_min"), getattr(config, role) + config.both
+        if config.elastic and count < least:
+            raise InvalidRequest(f"the fleet begins below its minimum: {count} workers", field=f"{role}_min")
 
 
 def _check_worker_address(config: Config, key: str) -> None:
     listen = getattr(config, key)
     if not listen and key == "metrics_listen":  # none is served
         return
-    if len(roles(config)) > 1 and port_of(listen, key):
+    if most_workers(config) > 1 and port_of(listen, key):
         raise InvalidRequest("several workers cannot share one port: use port 0", field=key, limit="0")
     if not config.address and host_of(listen) == NODE:
         raise InvalidRequest("`node` as a host needs a Ray cluster to join (address)", field=key)
@@ -103,22 +128,21 @@ def secured(config: Config) -> Config:
 def plan(config: Config, registry: str, *, cores: int, gpus: int) -> list[WorkerSpec]:
     """The workers of `config`. cores and gpus: of this machine, used when Ray is started here."""
     check(config)
-    chosen = roles(config)
-    threads = config.threads or (0 if config.address else max(1, cores // len(chosen)))
-    share = _gpu_share(config, gpus, len(chosen))
-    cpus = float(max(1, threads)) if config.address else 1.0
-    base = settings_of(config)
-    return [
-        WorkerSpec(
-            name=name,
-            role=role,
-            threads=threads,
-            cpus=cpus,
-            gpus=share,
-            settings={**base, "role": role, "worker_id": name, "registry": registry},
-        )
-        for name, role in chosen
-    ]
+    return [spec_of(config, registry, name, role, cores=cores, gpus=gpus) for name, role in roles(config)]
+
+
+def spec_of(config: Config, registry: str, name: str, role: str, *, cores: int, gpus: int) -> WorkerSpec:
+    """One worker. Of this machine each gets the share that leaves room for all there may be."""
+    most = most_workers(config)
+    threads = config.threads or (0 if config.address else max(1, cores // most))
+    return WorkerSpec(
+        name=name,
+        role=role,
+        threads=threads,
+        cpus=float(max(1, threads)) if config.address else 1.0,
+        gpus=_gpu_share(config, gpus, most),
+        settings={**settings_of(config), "role": role, "worker_id": name, "registry": registry},
+    )
 
 
 def _gpu_share(config: Config, gpus: int, workers: int) -> float:

@@ -2,18 +2,23 @@
 
     python -m deploy.ray_ops place    stdin: one JSON request; stdout: JSON lines; ends when stdin does
     python -m deploy.ray_ops stop     stdin: one JSON request; ends the workers of a namespace
+    python -m deploy.ray_ops add      one worker more, named by its role and the next free number
+    python -m deploy.ray_ops remove   one worker less
+    python -m deploy.ray_ops restart  another process in place of one worker's, under the same actor
 
 The launcher and the front stay free of Ray, so its death never takes them along and they can clean up after it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import select
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +29,8 @@ from deploy.placement import WorkerSpec, worker_env
 from deploy.supervisor import Supervisor
 
 STOP_GRACE_S = 5.0
+RESTART_GRACE_S = 10.0
+"""A drained worker ends at once; what one still runs after this goes on elsewhere."""
 
 
 class WorkerActor:
@@ -41,6 +48,9 @@ class WorkerActor:
 
     def stop(self) -> int:
         return self._child.stop(STOP_GRACE_S)
+
+    def restart(self) -> int:
+        return self._child.restart(RESTART_GRACE_S)
 
 
 def _node_address() -> str:
@@ -106,7 +116,37 @@ def _ask(spec: WorkerSpec, actor: Any) -> dict[str, Any]:
 
 def stop(request: dict[str, Any]) -> None:
     """End every worker actor of the namespace, and its process."""
-    names = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == request["namespace"]]
+    names = _names(request["namespace"])
+    _end(names, request["namespace"])
+    _say({"stopped": names})
+
+
+def add(request: dict[str, Any]) -> None:
+    """Wish for one more actor like `spec`, and do not wait for its place."""
+    spec = WorkerSpec(**request["spec"])
+    taken = {*request["taken"], *_names(request["namespace"])}
+    name = next(name for number in itertools.count() if (name := f"{spec.role}-{number}") not in taken)
+    spec = replace(spec, name=name, settings={**spec.settings, "worker_id": name})
+    _actor(spec, request["workers"], request["logs"])
+    _say({"added": name})
+
+
+def remove(request: dict[str, Any]) -> None:
+    names = [name for name in _names(request["namespace"]) if name == request["worker"]]
+    _end(names, request["namespace"])
+    _say({"stopped": names})
+
+
+def restart(request: dict[str, Any]) -> None:
+    actor = ray.get_actor(request["worker"])
+    _say({"pid": ray.get(actor.restart.remote(), timeout=RESTART_GRACE_S + 20)})
+
+
+def _names(namespace: str) -> list[str]:
+    return [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == namespace]
+
+
+def _end(names: list[str], namespace: str) -> None:
     actors = {name: ray.get_actor(name) for name in names}
     replies: list[Any] = [actor.stop.remote() for actor in actors.values()]
     if replies:
@@ -114,11 +154,8 @@ def stop(request: dict[str, Any]) -> None:
     for actor in actors.values():
         ray.kill(actor, no_restart=True)
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(
-        one["namespace"] == request["namespace"] for one in list_named_actors(all_namespaces=True)
-    ):
+    while time.monotonic() < deadline and set(names) & set(_names(namespace)):
         time.sleep(0.1)
-    _say({"stopped": names})
 
 
 def _stdin_ended(timeout_s: float) -> bool:
@@ -146,7 +183,7 @@ def main() -> None:
     _replies = _claim_stdout()
     request = json.loads(sys.stdin.readline())
     _connect(request)
-    {"place": place, "stop": stop}[sys.argv[1]](request)
+    {"place": place, "stop": stop, "add": add, "remove": remove, "restart": restart}[sys.argv[1]](request)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class ClusterRecord:
     model: str
     detached: bool
     registry_token: str = ""
+    metrics: str = ""  # of the router
 
     @property
     def running(self) -> bool:

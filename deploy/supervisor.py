@@ -50,8 +50,12 @@ class Supervisor:
         self._on_death, self._pause_s = on_death, pause_s
         self._started = threading.Event()
         self._stopping = threading.Event()
+        self._again = threading.Event()
         self._born = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
         self._started.wait()
@@ -69,12 +73,32 @@ class Supervisor:
         self._thread.join()
         return code
 
+    def restart(self, grace_s: float) -> int:
+        """End the child, kindly first, and start another one in its place, without `on_death`. Returns the new pid.
+        Raises RuntimeError when it cannot be started."""
+        old = self._process
+        self._started.clear()
+        if self._thread.is_alive() and old is not None:
+            self._again.set()
+            processes.stop(old, grace_s)
+            self._started.wait()
+        else:  # it has refused its configuration, and may not any more
+            self._begin()
+        if self._process is None or self._process is old:
+            raise RuntimeError("the process cannot be started")
+        return self._process.pid
+
     def _run(self) -> None:
-        try:
-            self._process = self._spawn()
-        finally:
-            self._started.set()
-        code = self._process.wait()
+        while True:
+            self._born = time.monotonic()
+            try:
+                self._process = self._spawn()
+            finally:
+                self._started.set()
+            code = self._process.wait()
+            if not self._again.is_set():
+                break
+            self._again.clear()
         if self._stopping.is_set() or code == EXIT_REFUSED:
             return
         if time.monotonic() - self._born < QUICK_DEATH_S:  # do not burn the machine with restarts

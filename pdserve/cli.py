@@ -110,6 +110,17 @@ def worker(config: Config) -> None:
     sys.exit(run(config))
 
 
+@main.command()
+@configured
+@click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
+@click.option("--metrics", default="", help="host:port of that router's /metrics  [as of the cluster]")
+def controller(config: Config, router: str, metrics: str) -> None:
+    """Run the elastic controller alone (in the foreground): roles follow the load. `up --elastic` runs one."""
+    from deploy.controller import main as run
+
+    sys.exit(run(config, router, metrics))
+
+
 @main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:

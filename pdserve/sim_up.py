@@ -40,9 +40,11 @@ class SimCluster:
         for key in ("detach", "address"):
             if getattr(config, key):
                 raise InvalidRequest("simulated workers run here, without Ray, and end with this command", field=key)
-        Profile.load(config.sim)
+        self._profile = Profile.load(config.sim)
         http, grpc = settle(config.http_listen, "http_listen"), settle(config.grpc_listen, "grpc_listen")
-        self.config = secured(config).model_copy(update={"http_listen": http, "grpc_listen": grpc})
+        admin = settle(config.admin_listen, "admin_listen") if config.admin_listen else ""
+        listens = {"http_listen": http, "grpc_listen": grpc, "admin_listen": admin}
+        self.config = secured(config).model_copy(update=listens)
         self.counts = {role: getattr(config, role) for role in ("prefill", "decode", "both") if getattr(config, role)}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -59,6 +61,8 @@ class SimCluster:
             while not await fleet.serving():
                 self._check()
                 await asyncio.sleep(LOOK_S)
+        if self.config.elastic:
+            self._spawn("controller", {**settings_of(self.config), "max_batch": str(self._profile.pool.max_batch)})
 
     async def wait(self) -> None:
         """Until a process ends. Raises _Ended."""
@@ -74,9 +78,12 @@ class SimCluster:
                 processes.stop(process, GRACE_S)
 
     def _spawn(self, name: str, settings: dict[str, str]) -> None:
-        command = "router" if name == "router" else "worker"
+        command = [name if name in ("router", "controller") else "worker"]
+        if name == "controller":
+            command += ["--router", self.config.grpc_listen]
+            command += ["--metrics", self.config.admin_listen or self.config.http_listen]
         self._running[name] = processes.spawn(
-            [sys.executable, "-m", "pdserve", command],
+            [sys.executable, "-m", "pdserve", *command],
             env=child_env(os.environ, settings) | {"OMP_NUM_THREADS": "1"},
             death_signal=SIGTERM,
             new_session=True,  # Ctrl-C is ours to pass on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -40,6 +41,7 @@ class Lab:
                 name = f"{role}-{number}"
                 self.members[name] = Member(name, 1, role)
         self._left: dict[str, int] = {}
+        self._numbers = itertools.count(len(self.members))
 
     def view(self) -> View:
         prefill, decode = (self.pressure(pool) for pool in POOLS)
@@ -74,7 +76,7 @@ class Lab:
         elif isinstance(action, Remove):
             self.members.pop(name, None)
         elif isinstance(action, Add):
-            name = f"{action.role}-{len(self.members) + len(self.elastic.asked)}"
+            name = f"{action.role}-{next(self._numbers)}"
             self.elastic.added(name, action.role, self.now)
             if self.ray:
                 self.members[name] = Member(name, 1, action.role)
