@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 BROKEN = "\ufffd"
 WINDOW = 12
 CONTEXT = 6
+TOGETHER = 8
+"""So many tokens at once are decoded once, if their text is whole at the end."""
+
 MAX_BROKEN = 32
 """Tokens that may go by without a whole text. A character has at most 4 bytes, so this is noise and is let go."""
 
@@ -38,6 +41,13 @@ class Detokenizer:
         """The text these tokens add, "" while it is not certain."""
         if len(tokens) == 1:
             return self._push(tokens[0])
+        if len(tokens) <= TOGETHER:
+            text = self._decode(self._window + list(tokens))
+            if text.startswith(self._given) and not text.endswith(BROKEN):
+                self._window += tokens
+                piece = self._give(text)
+                self._advance()
+                return piece
         return "".join([self._push(token) for token in tokens])  # singly: a text is whole only at some of them
 
     def _push(self, token: int) -> str:
@@ -53,7 +63,10 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The end: what was held back, with U+FFFD where the last character never became whole."""
-        text = self._decode(self._window) if self._window else ""
+        if self._whole == len(self._window):  # nothing is held back: its text is out
+            text = self._given
+        else:
+            text = self._decode(self._window)
         if text.startswith(self._given):
             piece = text[len(self._given) :]
         else:  # the decoder turned a run of bytes into U+FFFD that was whole before

@@ -7,7 +7,6 @@ arrives), a running leg is told to stop. It is idempotent, and nothing of a clos
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any, Protocol
@@ -62,24 +61,30 @@ class _Leg:
     def ask(self, router_id: str, needs: common_pb2.Needs, remaining_ms: int, then: Callable[[], None]) -> None:
         """Ask the worker to book the capacity; `then` is called with its answer in `refusal` (None: it is booked)."""
         request = common_pb2.ReserveRequest(ref=self.ref, router_id=router_id, needs=needs, remaining_ms=remaining_ms)
-        answer = self.worker.reserve(self.name, request)
-        answer.add_done_callback(lambda answer: self._answered(answer, then))
 
-    def _answered(self, answer: asyncio.Future[common_pb2.ReserveReply], then: Callable[[], None]) -> None:
-        error = WorkerLost("the worker is gone") if answer.cancelled() else answer.exception()
-        if error is not None:
-            self.refusal = error if isinstance(error, PdserveError) else PdserveError("internal error")
+        def answered(answer: common_pb2.ReserveReply | PdserveError) -> None:
+            self._answered(answer)
+            then()
+
+        self.worker.reserve(self.name, request, answered)
+
+    def no_answer(self) -> None:
+        """The time for an answer is over."""
+        self.worker.forget_reserve(self.name, self.ref)
+
+    def _answered(self, answer: common_pb2.ReserveReply | PdserveError) -> None:
+        if isinstance(answer, PdserveError):
+            self.refusal = answer
             self._end()
             self._give_back("")  # it may have been granted before the answer was lost
-        elif not answer.result().reservation_id:
-            self.refusal = errors.from_detail(answer.result().refusal)
+        elif not answer.reservation_id:
+            self.refusal = errors.from_detail(answer.refusal)
             self._end()
         elif self.state is State.OVER:
-            self._give_back(answer.result().reservation_id)
+            self._give_back(answer.reservation_id)
         else:
-            self.reservation_id = answer.result().reservation_id
+            self.reservation_id = answer.reservation_id
             self.state = State.RESERVED
-        then()
 
     def over(self) -> None:
         """The worker has ended the leg by itself."""
@@ -197,6 +202,13 @@ class DecodeLeg(_Leg):
             command = decode_pb2.DecodeCommand(ticket=decode_pb2.DecodeTicket(ref=self.ref, ticket=ticket))
             link.send(self.key, command)
 
+    def handover(self, choice: int) -> None:
+        """Ask for a running choice: it leaves the worker, which answers with what is needed to go on elsewhere."""
+        link = self.link
+        if link is not None and self.state is State.RUNNING:
+            handover = decode_pb2.Handover(ref=self.ref, choice=choice)
+            link.send(self.key, decode_pb2.DecodeCommand(handover=handover))
+
     def end_choice(self, choice: int) -> None:
         """A stop string ended this choice here: the worker need not go on with it. The others do."""
         link = self.link
@@ -216,3 +228,31 @@ class DecodeLeg(_Leg):
         link = self.link
         if link is not None and not link.detach(self.key, command):
             self._give_back(self.reservation_id)
+
+
+class DepartedLeg:
+    """What a choice that has left a decode worker holds there: to who goes on with it, the source, whose work is done.
+    It ends when it has been read, or is given back by close()."""
+
+    name = "decode"
+    done = True
+    heard = True  # that it left says nothing of the worker
+
+    def __init__(self, leg: DecodeLeg, choice: int) -> None:
+        self.worker = leg.worker
+        self.key = leg.key
+        self._ref = leg.ref
+        self._choice = choice
+        self._over = False
+
+    def over(self) -> None:
+        """It has been read: the reader has said so to the worker."""
+        self._over = True
+
+    def close(self, reason: str) -> None:
+        """Nobody will read it (any more). Idempotent."""
+        link = self.worker.decode
+        if not self._over and link is not None:
+            cancel = common_pb2.Cancel(ref=self._ref, reason=reason, choices=[self._choice])
+            link.send(self.key, decode_pb2.DecodeCommand(cancel=cancel))
+        self._over = True

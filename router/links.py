@@ -35,6 +35,7 @@ _EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  the stubs do not know it
 _log = structlog.get_logger("pdserve.router.links")
 
 Key = tuple[str, int]
+Answered = Callable[[common_pb2.ReserveReply | PdserveError], None]
 C = TypeVar("C", prefill_pb2.PrefillCommand, decode_pb2.DecodeCommand)
 D = TypeVar("D", bound=prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand, covariant=True)
 
@@ -73,7 +74,8 @@ class Service(Protocol[D]):
 
 class Link(Generic[C]):
     """The stream to one service of one worker. on_load gets every Load report; on_lost is called once, when the stream
-    will not come back; on_late for every event of a request that is over here."""
+    will not come back; on_connected with True when it is attached and False when it broke; on_late for every event of
+    a request that is over here."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class Link(Generic[C]):
         reattach_s: float,
         on_load: Callable[[common_pb2.Load], None],
         on_lost: Callable[[PdserveError], None],
-        on_connected: Callable[[], None],
+        on_connected: Callable[[bool], None],
         on_late: Callable[[], None],
         streams_reserve: bool = False,
     ) -> None:
@@ -101,7 +103,7 @@ class Link(Generic[C]):
         self._urgent: deque[C] = deque()
         self._submissions: deque[tuple[Key, C]] = deque()
         self._unsent: dict[Key, int] = {}  # submissions that wait, by request
-        self._reserving: dict[Key, asyncio.Future[common_pb2.ReserveReply]] = {}
+        self._reserving: dict[Key, Answered] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._lost_at: float | None = None
@@ -157,16 +159,20 @@ class Link(Generic[C]):
             self._urgent.extend(commands)
         self._wake.set()
 
-    def reserve(self, key: Key, request: common_pb2.ReserveRequest) -> asyncio.Future[common_pb2.ReserveReply]:
-        """The answer, or WorkerLost. Only where the worker takes reservations over the stream."""
-        answer: asyncio.Future[common_pb2.ReserveReply] = asyncio.get_running_loop().create_future()
+    def reserve(self, key: Key, request: common_pb2.ReserveRequest, then: Answered) -> None:
+        """`then` is called with the answer, or WorkerLost. Only where the worker takes reservations over the stream."""
         if self.closed or not self.connected.is_set():
-            answer.set_exception(WorkerLost("the worker is gone"))
-            return answer
-        self._reserving[key] = answer
+            then(WorkerLost("the worker is gone"))
+            return
+        self._reserving[key] = then
         self._urgent.append(self._service.reserve(request))
         self._wake.set()
-        return answer
+
+    def forget_reserve(self, key: Key) -> None:
+        """Nobody waits any longer: an answer that comes yet is given back."""
+        then = self._reserving.pop(key, None)
+        if then is not None:
+            then(WorkerLost("the worker does not answer", reason="reserve_timeout"))
 
     def unreserve(self, request: common_pb2.CancelReservationRequest) -> None:
         """Not answered: a reservation that stays expires by itself."""
@@ -188,6 +194,7 @@ class Link(Generic[C]):
                 gone = _is_gone(exc)
                 error = WorkerLost("the worker's stream broke")
             self.connected.clear()
+            self._on_connected(False)
             if gone or self._too_late():
                 self.closed = True
                 self._lose_all(error)
@@ -230,9 +237,8 @@ class Link(Generic[C]):
     def _lose_reservations(self) -> None:
         """Their answers went with the stream."""
         asked, self._reserving = self._reserving, {}
-        for answer in asked.values():
-            if not answer.done():
-                answer.set_exception(WorkerLost("the worker's stream broke"))
+        for then in asked.values():
+            then(WorkerLost("the worker's stream broke"))
 
     async def _read(self, call: Any, asked: set[Key]) -> None:
         writer: asyncio.Task[None] | None = None
@@ -251,7 +257,7 @@ class Link(Generic[C]):
     def _welcome(self, welcome: common_pb2.Welcome, asked: set[Key]) -> None:
         self._lost_at = None
         self.connected.set()
-        self._on_connected()
+        self._on_connected(True)
         resumed = {(ref.request_id, ref.attempt) for ref in welcome.resumed}
         for key in asked - resumed:
             self._lose(key, WorkerLost("the worker no longer knows the request"))
@@ -317,9 +323,9 @@ class Link(Generic[C]):
     def _stray(self, kind: str | None, key: Key, event: Any) -> None:
         """Of no running leg: an answer to reserve, or late, or of a superseded attempt."""
         if kind == "reserved":
-            answer = self._reserving.pop(key, None)
-            if answer is not None and not answer.done():
-                answer.set_result(event.reserved)
+            then = self._reserving.pop(key, None)
+            if then is not None:
+                then(event.reserved)
                 return
             if event.reserved.reservation_id:  # nobody waits for it any more
                 reservation_id = event.reserved.reservation_id

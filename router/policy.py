@@ -71,9 +71,14 @@ def choose(
     workers: Iterable[WorkerState], length: int, refused_prefill: frozenset[str], refused_decode: frozenset[str]
 ) -> Choice:
     """length: tokens of prompt and answer. refused_*: workers that refused this request in this round."""
-    usable = [worker for worker in workers if worker.usable]
-    prefills = [worker for worker in usable if worker.role is not Role.DECODE]
-    decodes = [worker for worker in usable if worker.role is not Role.PREFILL]
+    prefills: list[WorkerState] = []
+    decodes: list[WorkerState] = []
+    for worker in workers:
+        if worker.usable:
+            if worker.role is not Role.DECODE:
+                prefills.append(worker)
+            if worker.role is not Role.PREFILL:
+                decodes.append(worker)
     if not prefills or not decodes:
         return NoWorker("prefill" if not prefills else "decode")
     fitting_p = [worker for worker in prefills if worker.max_model_len >= length]
@@ -82,10 +87,11 @@ def choose(
         return NoWorker("prefill" if not fitting_p else "decode", too_small=True)
     if not ({worker.group for worker in fitting_p} & {worker.group for worker in fitting_d}):
         return NoWorker("decode", incompatible=True)
-    return _least_loaded(
-        [worker for worker in fitting_p if worker.worker_id not in refused_prefill],
-        [worker for worker in fitting_d if worker.worker_id not in refused_decode],
-    )
+    if refused_prefill:
+        fitting_p = [worker for worker in fitting_p if worker.worker_id not in refused_prefill]
+    if refused_decode:
+        fitting_d = [worker for worker in fitting_d if worker.worker_id not in refused_decode]
+    return _least_loaded(fitting_p, fitting_d)
 
 
 def serves(workers: Iterable[WorkerState]) -> bool:

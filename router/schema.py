@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from router.codec import Message, plain_content
 from router.front import Chat, Prompt
@@ -57,12 +57,12 @@ class _Generation(_Body):
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = Field(default_factory=dict)  # a default value would be copied deeply, in Python
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

@@ -10,26 +10,40 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from protos.v1 import common_pb2
+from protos.v1 import common_pb2, decode_pb2
 from router import legs, policy
 from router.booking import Booking
 from router.breaker import result_of
 from router.continuity import Piece
 from router.fleet import Fleet
-from router.legs import DecodeLeg, PrefillLeg
+from router.legs import DecodeLeg, DepartedLeg, PrefillLeg
 from router.planner import Plan, Planner
 from router.pressure import Pressure
 from router.request import Ledger, Work
-from router.worker import Worker
+from router.worker import RESERVE_TIMEOUT_S, Worker
 from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, PdserveError, WorkerLost
 
 if TYPE_CHECKING:
+    from router.onward import Onward
     from router.passage import Passage
 
 TokenLogprob = common_pb2.TokenLogprob
 ENDED = Cancelled("this passage is over")
+Leg = PrefillLeg | DecodeLeg | DepartedLeg
+
+
+class Moving(Protocol):
+    """A planned move of one choice, which its worker has been asked for."""
+
+    def departed(self) -> Onward:
+        """It has left: the passage to go on with."""
+        ...
+
+    def off(self) -> None:
+        """It will not come to that."""
+        ...
 
 
 class Shared(Protocol):
@@ -79,6 +93,15 @@ class Owner(Protocol):
         """Its timer has changed."""
         ...
 
+    def onward(self, passage: Passage, choice: int) -> Piece:
+        """What a choice would go on with at another worker, as things are."""
+        ...
+
+    def departed(self, passage: Passage, left: DepartedLeg, body: decode_pb2.HandedOver) -> None:
+        """A choice has left the passage and its worker, everything it said has been taken. Raises PdserveError when
+        what the worker says of it cannot be right."""
+        ...
+
 
 class Seats:
     """What a passage holds. `plan`: what the policy expected of it, where one decides by seconds."""
@@ -87,10 +110,25 @@ class Seats:
         self.owner = owner
         self.shared = shared
         self.piece = piece
-        self.prefill: PrefillLeg | None = None
+        self.prefill: PrefillLeg | DepartedLeg | None = None
         self.decode: DecodeLeg | None = None
         self.plan: Plan | None = None
         self.decode_tries = 0
+        self.left: set[int] = set()  # choices that went on elsewhere
+        self.moves: dict[int, Moving] = {}  # choices that were asked to, and have not yet
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Those that have not gone on elsewhere."""
+        if not self.left:
+            return self.piece.choices
+        return tuple(choice for choice in self.piece.choices if choice not in self.left)
+
+    def _stay(self) -> None:
+        """Nothing of this goes elsewhere by plan any more."""
+        moves, self.moves = self.moves, {}
+        for move in moves.values():
+            move.off()
 
     def _legs_owner(self) -> legs.Owner:
         raise AssertionError("whoever holds seats hears of its legs")
@@ -129,7 +167,8 @@ class Seats:
 
     async def _ask(self, asked: Sequence[PrefillLeg | DecodeLeg], *, local: bool) -> None:
         """Returns when every leg has its answer."""
-        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[None] = loop.create_future()
         left = len(asked)
 
         def one() -> None:
@@ -141,7 +180,9 @@ class Seats:
         remaining_ms = self._remaining_ms()
         for leg in asked:
             leg.ask(self.shared.router_id, self._needs(leg, local), remaining_ms, one)
-        await answered
+        timer = loop.call_later(min(RESERVE_TIMEOUT_S, remaining_ms / 1000), _no_answer, asked)
+        await answered  # cancelled: the timer goes on, so that nothing waits for a worker that never answers
+        timer.cancel()
 
     def _needs(self, leg: PrefillLeg | DecodeLeg, local: bool) -> common_pb2.Needs:
         count, choices = len(self.piece.tokens), len(self.piece.choices)
@@ -179,7 +220,7 @@ class Seats:
             raise KeyError(worker_id)
         return worker
 
-    def _heard(self, leg: PrefillLeg | DecodeLeg, error: PdserveError | None) -> None:
+    def _heard(self, leg: Leg, error: PdserveError | None) -> None:
         """How a leg went, to its breaker."""
         leg.heard = True
         self.shared.booking.breakers.heard(leg.worker.id, leg.name, leg.key, result_of(error), self._now())
@@ -201,3 +242,8 @@ class Seats:
 
     def _now(self) -> float:
         return self.shared.clock.monotonic()
+
+
+def _no_answer(asked: Sequence[PrefillLeg | DecodeLeg]) -> None:
+    for leg in asked:
+        leg.no_answer()

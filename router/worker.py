@@ -21,7 +21,7 @@ from protos.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.links import Link
+from router.links import Answered, Link
 from router.policy import Role, WorkerState
 from runtime import rpc
 from runtime.config import Config
@@ -96,11 +96,9 @@ class Charge:
 
     def close(self) -> None:
         """Idempotent."""
-        self.worker.inflight_prefill_tokens -= self.prefill_tokens
-        self.worker.inflight_requests -= self.requests
+        if self.requests:
+            self.worker.give_back(self.prefill_tokens, self.requests)
         self.prefill_tokens = self.requests = 0
-        if not self.worker.inflight_requests:
-            self.worker.idle.set()
 
 
 class Worker:
@@ -115,6 +113,7 @@ class Worker:
         on_late: Callable[[], None],
     ) -> None:
         self.record = record
+        self._state: WorkerState | None = None
         self.facts: worker_pb2.DescribeReply | None = None
         self.group = ""  # whoever shares it may exchange pages
         self.has_slots = False
@@ -141,6 +140,7 @@ class Worker:
     def heard(self, record: registry_pb2.WorkerRecord) -> None:
         """What the registry says of it now."""
         self.record = record
+        self._state = None
         if record.ready:
             self.announced.set()
         else:
@@ -169,6 +169,7 @@ class Worker:
 
     def connect(self, facts: worker_pb2.DescribeReply) -> None:
         """Open the streams its role needs. Called again when the role changes."""
+        self._state = None
         self.facts = facts
         self.group = layout_group(facts.layout)
         self.has_slots = any(not part.paged for part in facts.layout.components)
@@ -190,17 +191,33 @@ class Worker:
             or load.queued_prefill_tokens < self._load.queued_prefill_tokens
         )
         self._load.CopyFrom(load)
+        self._state = None
         if freer:
             self._on_change()
 
     def charge(self, *, prefill_tokens: int = 0, requests: int = 0) -> Charge:
+        self._state = None
         self.inflight_prefill_tokens += prefill_tokens
         self.inflight_requests += requests
         self.idle.clear()
         self.served += 1
         return Charge(self, prefill_tokens, requests)
 
+    def give_back(self, prefill_tokens: int, requests: int) -> None:
+        """What a Charge held."""
+        self._state = None
+        self.inflight_prefill_tokens -= prefill_tokens
+        self.inflight_requests -= requests
+        if not self.inflight_requests:
+            self.idle.set()
+
     def state(self) -> WorkerState:
+        """As it is now; made again only after a change, since every request looks at every worker."""
+        if self._state is None:
+            self._state = self._new_state()
+        return self._state
+
+    def _new_state(self) -> WorkerState:
         return WorkerState(
             worker_id=self.id,
             role=self.role or Role.BOTH,
@@ -216,6 +233,11 @@ class Worker:
     def room(self) -> tuple[int, int]:
         """(tokens its pages hold, its state slots), 0 = not known."""
         return PAGE_TOKENS * self._load.pages_total, self._load.slots_total
+
+    @property
+    def load(self) -> common_pb2.Load:
+        """What it last reported of itself. Read only."""
+        return self._load
 
     async def cache_events(self, epoch: int, sequence: int) -> AsyncIterator[worker_pb2.CacheEventBatch]:
         """Its cache's changes after `sequence` of `epoch`; 0 = a snapshot first. Raises grpc.RpcError."""
@@ -243,20 +265,32 @@ class Worker:
             needed.append(self.decode)
         return all(link is not None and link.connected.is_set() for link in needed)
 
-    def reserve(self, leg: str, request: common_pb2.ReserveRequest) -> asyncio.Future[common_pb2.ReserveReply]:
-        """leg: "prefill" or "decode". The answer, or PdserveError when the worker does not answer. Not to be
-        cancelled: what was granted meanwhile must be given back."""
+    def reserve(self, leg: str, request: common_pb2.ReserveRequest, then: Answered) -> None:
+        """leg: "prefill" or "decode". `then` is called once with the answer, or with PdserveError when there is none;
+        after forget_reserve() only with that. What is granted after that is given back."""
         link: Link[Any] | None = self.prefill if leg == "prefill" else self.decode
         if link is not None and link.streams_reserve:
-            answer = link.reserve((request.ref.request_id, request.ref.attempt), request)
-            timeout = min(RESERVE_TIMEOUT_S, request.remaining_ms / 1000)
-            timer = asyncio.get_running_loop().call_later(timeout, _give_up, answer)
-            answer.add_done_callback(lambda _: timer.cancel())
-            return answer
+            link.reserve((request.ref.request_id, request.ref.attempt), request, then)
+            return
         call = asyncio.ensure_future(self._reserve(leg, request))
         self._asking.add(call)
-        call.add_done_callback(self._asking.discard)
-        return call
+
+        def done(call: asyncio.Future[common_pb2.ReserveReply]) -> None:
+            self._asking.discard(call)
+            error = WorkerLost("the worker is gone") if call.cancelled() else call.exception()
+            if error is None:
+                then(call.result())
+            else:
+                then(error if isinstance(error, PdserveError) else PdserveError("internal error"))
+
+        call.add_done_callback(done)
+
+    def forget_reserve(self, leg: str, ref: common_pb2.AttemptRef) -> None:
+        """The answer did not come in time: `then` hears of that now, and of nothing later. A unary call has a timeout
+        of its own."""
+        link: Link[Any] | None = self.prefill if leg == "prefill" else self.decode
+        if link is not None:
+            link.forget_reserve((ref.request_id, ref.attempt))
 
     async def _reserve(self, leg: str, request: common_pb2.ReserveRequest) -> common_pb2.ReserveReply:
         stub = self._stub(leg)
@@ -302,29 +336,30 @@ class Worker:
             self._config.reattach_s,
             on_load=self.reported,
             on_lost=lambda _: self.lost.set(),
-            on_connected=self._on_change,
+            on_connected=self._link_changed,
             on_late=self._on_late,
             streams_reserve=self.can("stream_reserve"),
         )
         link.start()
         return link
 
+    def _link_changed(self, connected: bool) -> None:
+        self._state = None
+        if connected:
+            self._on_change()
+
     async def disconnect(self, error: PdserveError) -> None:
         """Close both streams; their requests are told. The worker may be connected again."""
         links = [link for link in (self.prefill, self.decode) if link is not None]
         self.prefill = self.decode = None
         self.facts = None
+        self._state = None
         for link in links:
             await link.close(error)
 
     async def close(self, error: PdserveError) -> None:
         await self.disconnect(error)
         await self._channel.close(None)
-
-
-def _give_up(answer: asyncio.Future[common_pb2.ReserveReply]) -> None:
-    if not answer.done():
-        answer.set_exception(WorkerLost("the worker does not answer", reason="reserve_timeout"))
 
 
 def _really_cancelled(exc: BaseException) -> bool:

@@ -8,6 +8,7 @@ import threading
 import time
 
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 _epoch_lock = threading.Lock()
 _epoch_last = [0]
 
@@ -34,15 +35,22 @@ def new_epoch() -> int:
 
 def new_traceparent() -> str:
     """A fresh W3C trace context, sampled: `00-<trace id>-<span id>-01`."""
-    return f"00-{_nonzero(16)}-{_nonzero(8)}-01"
+    digits = secrets.token_hex(24)
+    trace, span = digits[:32], digits[32:]
+    if trace == _NO_TRACE or span == _NO_SPAN:
+        return new_traceparent()
+    return f"00-{trace}-{span}-01"
 
 
 def child_traceparent(parent: str) -> str:
     """The same trace with a new span id; a new trace where `parent` is empty or malformed (as W3C asks)."""
-    if not is_traceparent(parent):
+    if not parent or not is_traceparent(parent):
         return new_traceparent()
     version, trace_id, _, flags = parent.split("-")
-    return f"{version}-{trace_id}-{_nonzero(8)}-{flags}"
+    span = secrets.token_hex(8)
+    while span == _NO_SPAN:
+        span = secrets.token_hex(8)
+    return f"{version}-{trace_id}-{span}-{flags}"
 
 
 def is_traceparent(value: str) -> bool:
@@ -52,8 +60,3 @@ def is_traceparent(value: str) -> bool:
 def trace_id(traceparent: str) -> str:
     """The 32 hex digits that name the trace, or "" for a malformed value."""
     return traceparent.split("-")[1] if is_traceparent(traceparent) else ""
-
-
-def _nonzero(size: int) -> str:
-    value = secrets.token_hex(size)
-    return value if int(value, 16) else _nonzero(size)

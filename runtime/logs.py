@@ -28,6 +28,8 @@ SECRETS = frozenset({
 SENSITIVE = CONTENT | SECRETS
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _MAX_DEPTH = 6
+_HARMLESS = frozenset({bool, int, float, type(None)})
+"""Shown whatever their name: looked at first, since most values are such."""
 
 
 def setup(config: Config, *, stream: TextIO | None = None, **bound: Any) -> None:
@@ -80,8 +82,9 @@ class Redact:
         self._names = SECRETS if prompts else SENSITIVE
 
     def __call__(self, logger: Any, method: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        for name, value in list(entry.items()):
-            entry[name] = self._value(name, value, 0) if name != "event" else value
+        for name, value in entry.items():  # values are replaced, names stay
+            if type(value) not in _HARMLESS and name != "event":
+                entry[name] = self._value(name, value, 0)
         return entry
 
     def _value(self, name: str, value: Any, depth: int) -> Any:
@@ -90,7 +93,10 @@ class Redact:
         if depth >= _MAX_DEPTH:
             return _described(value)
         if isinstance(value, Mapping):
-            return {key: self._value(str(key), inner, depth + 1) for key, inner in value.items()}
+            return {
+                key: inner if type(inner) in _HARMLESS else self._value(str(key), inner, depth + 1)
+                for key, inner in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self._value("", inner, depth + 1) for inner in value]
         return value

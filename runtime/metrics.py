@@ -6,10 +6,14 @@ Every name begins with `pdserve_`. Asking for a metric again gives the same one,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest, start_http_server
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from runtime.errors import InvalidRequest
 
@@ -18,6 +22,64 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 """Histogram bounds for durations, from one decode step to a long prompt."""
 
 _PREFIX = "pdserve_"
+
+
+class _Buckets:
+    """The observations under one set of label values."""
+
+    __slots__ = ("_bounds", "_counts", "_lock", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, amount: float) -> None:
+        place = bisect_left(self._bounds, amount)
+        with self._lock:
+            self._counts[place] += 1
+            self._sum += amount
+
+    def read(self) -> tuple[list[int], float]:
+        """(observations up to each bound, the last without one; their sum)."""
+        with self._lock:
+            return list(accumulate(self._counts)), self._sum
+
+
+class Histogram(Collector):
+    """prometheus_client's own takes an eighth of a router's time where every request has ten observations (2.4 us
+    each, against 0.3). observe() is for a histogram without labels."""
+
+    def __init__(
+        self, name: str, help_text: str, labels: Sequence[str], registry: CollectorRegistry, bounds: Sequence[float]
+    ) -> None:
+        self._name = name
+        self._help = help_text
+        self._label_names = tuple(labels)
+        self._bounds = tuple(bounds)
+        self._children: dict[tuple[str, ...], _Buckets] = {}
+        self._only = None if labels else self.labels()
+        registry.register(self)
+
+    def labels(self, *values: str) -> _Buckets:
+        assert len(values) == len(self._label_names), f"{self._name} has the labels {self._label_names}"
+        child = self._children.get(values)
+        return child if child is not None else self._children.setdefault(values, _Buckets(self._bounds))
+
+    def observe(self, amount: float) -> None:
+        assert self._only is not None, f"{self._name} has labels"
+        self._only.observe(amount)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._help, labels=self._label_names)
+        names = [*(str(bound) for bound in self._bounds), "+Inf"]
+        for values, child in list(self._children.items()):
+            counts, total = child.read()
+            family.add_metric(values, list(zip(names, counts, strict=True)), total)
+        yield family
+
+
 M = TypeVar("M", Counter, Gauge, Histogram)
 
 
@@ -43,7 +105,7 @@ class Metrics:
             name,
             labels,
             Histogram,
-            lambda: Histogram(name, help_text, labels, registry=self.registry, buckets=tuple(buckets)),
+            lambda: Histogram(name, help_text, labels, self.registry, buckets),
         )
 
     def render(self) -> bytes:

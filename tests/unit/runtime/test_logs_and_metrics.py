@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import prometheus_client
 import pytest
 import structlog
 
@@ -122,6 +123,22 @@ def test_the_exposition_has_help_type_and_values() -> None:
     text = metrics.render().decode()
     assert "# HELP pdserve_level How high\n# TYPE pdserve_level gauge\npdserve_level 4.0" in text
     assert 'pdserve_wait_seconds_bucket{le="0.025"} 1.0' in text
+
+
+def test_a_histogram_counts_up_to_each_bound_as_prometheus_own_does_by_labels() -> None:
+    ours = Metrics()
+    theirs = prometheus_client.Histogram(
+        "pdserve_wait_seconds", "How long", ["stage"], registry=None, buckets=(0.1, 1.0, 10.0)
+    )
+    mine = ours.histogram("pdserve_wait_seconds", "How long", ["stage"], (0.1, 1.0, 10.0))
+    for seconds in (0.0, 0.1, 0.10001, 1.0, 7.5, 10.0, 11.0):
+        theirs.labels("decode").observe(seconds)
+        mine.labels("decode").observe(seconds)
+    for family in theirs.collect():
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                assert ours.value(sample.name, sample.labels) == pytest.approx(sample.value)
+    assert ours.value("pdserve_wait_seconds_count", {"stage": "decode"}) == 7
 
 
 def test_a_process_answers_scrapes_at_an_address_of_its_own_and_refuses_one_it_cannot_have() -> None:
