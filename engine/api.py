@@ -26,6 +26,21 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """How a request would like its cache entries to be kept, see engine.retention. session: entries of one are kept and
+    evicted together. priority: higher is kept longer. ttl_s: after so long without use they go first; 0 = never."""
+
+    session: bytes = b""
+    priority: int = 0
+    ttl_s: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """No hint at all."""
+        return not self.session and not self.priority and not self.ttl_s
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """tokens[prompt_len:] is earlier output. deadline is on the engine's monotonic clock, in seconds.
 
@@ -46,6 +61,7 @@ class EngineRequest:
     reservation_id: str = ""
     priority: int = 0
     unit_extras: tuple[tuple[int, bytes], ...] = ()
+    retention: Retention = Retention()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
-from engine.api import EngineLoad, EnginePort, EngineRequest, Free, Mode, Needs, Refused
+from engine.api import EngineLoad, EnginePort, EngineRequest, Free, Mode, Needs, Refused, Retention
 from engine.fetch import Fetcher
 from engine.meter import Meter
 from engine.plan import Logprob, SamplingParams
@@ -22,6 +22,8 @@ from runtime.errors import DeadlineExceeded, InvalidRequest, Unsupported
 
 MAX_SALT_BYTES = 1024
 MAX_ID_CHARS = 256
+MAX_RETENTION_PRIORITY = 10
+MAX_RETENTION_MS = 24 * 3600 * 1000
 LOGPROB_CHUNK_BYTES = 1 << 19
 """Prompt log-probabilities travel in messages of about this size, well under the 1 MiB bound."""
 
@@ -151,7 +153,20 @@ def engine_request(
         choice=request.choice,
         reservation_id=request.reservation_id,
         priority=request.priority,
+        retention=retention_of(request.retention),
     )
+
+
+def retention_of(wire: common_pb2.Retention) -> Retention:
+    """Raises InvalidRequest."""
+    if len(wire.session) > MAX_ID_CHARS:
+        raise InvalidRequest("the session's name is too long", field="retention.session", limit=str(MAX_ID_CHARS))
+    if abs(wire.priority) > MAX_RETENTION_PRIORITY:
+        limit = f"-{MAX_RETENTION_PRIORITY}..{MAX_RETENTION_PRIORITY}"
+        raise InvalidRequest("retention.priority is out of range", field="retention.priority", limit=limit)
+    if wire.ttl_ms > MAX_RETENTION_MS:
+        raise InvalidRequest("retention.ttl_ms is too long", field="retention.ttl_ms", limit=f"{MAX_RETENTION_MS}")
+    return Retention(wire.session.encode(), wire.priority, wire.ttl_ms / 1000)
 
 
 def _check_tokens(tokens: tuple[int, ...], prompt_len: int, limits: Limits) -> None:

@@ -127,6 +127,7 @@ class Engine:
             self.slots,
             self.cache,
             states,
+            memory.retained,
             news=self._poke,
             now=clock.monotonic,
             ways=ways,

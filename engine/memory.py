@@ -6,12 +6,13 @@ Torch-free. Only the engine thread calls this; counts held by leases and landing
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.pages import PageHold, PagePool, SlotPool, hold_both, pages_for
 from engine.plan import Copy, Row
 from engine.prefix_cache import PrefixCache
 from engine.reservations import Ledger
+from engine.retention import Retained
 from engine.sequence import Phase, Sequence, usable_hit
 from engine.states import Match, State, StateCache, checkpoint_lengths, state_id
 from engine.tiers.index import Entry
@@ -79,6 +80,14 @@ class Memory:
     checkpoints: Checkpoints = Checkpoints()
     tiers: Tiers | None = None
     settle: Callable[[Copy], None] | None = None
+    retained: Retained = field(default_factory=Retained)
+
+    def __post_init__(self) -> None:
+        self.cache.nowhere = self.retained.forget
+        self.retained.serve(self.cache.ranked, self.cache.used_again)
+        if self.states is not None:
+            self.states.rank = self.retained.rank
+            self.retained.serve(lambda _key, _rank: None, self.states.used_again)
 
     @property
     def has_state(self) -> bool:
@@ -122,7 +131,21 @@ class Memory:
             self.tiers.load(seq.id, claim.start, claim.below, seq.pages[len(claim.hit) :][: len(claim.below)])
         if self.tiers and not seq.lost:
             self._sighted(seq, claim)
+        self._retain(seq, len(claim.hit))
         return claim.start
+
+    def _retain(self, seq: Sequence, pages: int) -> None:
+        """Its request uses the first `pages` of its pages, which were there before it, and its whole session."""
+        hint = seq.request.spec.retention
+        seq.kept_until = self.retained.until(hint)
+        self._touch(seq, seq.hasher.page_keys(seq.tokens)[:pages], pages)
+        self.retained.used(hint.session)
+
+    def _touch(self, seq: Sequence, keys: list[bytes], fresh: int) -> None:
+        """Of `keys` what is on the device; keys[fresh:] are this request's own making."""
+        hint = seq.request.spec.retention
+        if not hint.plain or len(self.retained):
+            self.retained.touch(keys[: len(self.cache.match(keys))], hint, fresh, seq.kept_until)
 
     def _sighted(self, seq: Sequence, claim: _Claim) -> None:
         assert self.tiers is not None
@@ -151,7 +174,7 @@ class Memory:
         """As many of its tokens are in its pages (and state) now."""
         assert loaded.computed is not None
         seq.computed = seq.whole = loaded.computed
-        self.publish(seq)
+        self.publish(seq, loaded.computed // PAGE_TOKENS)
         if loaded.kept:
             assert self.states is not None
             self.states.publish(seq.full_keys(), seq.computed, (), loaded.kept, 0, seq.computed)
@@ -252,11 +275,12 @@ class Memory:
         seq.pages += more
         return True
 
-    def publish(self, seq: Sequence) -> None:
-        """Make the full pages of the confirmed state known to the cache."""
+    def publish(self, seq: Sequence, loaded: int = 0) -> None:
+        """Make the full pages of the confirmed state known to the cache. loaded: pages that were not made here."""
         if seq.computed // PAGE_TOKENS > seq.published:
             keys = seq.full_keys()
             self.cache.publish(keys, seq.pages, seq.published)
+            self._touch(seq, keys, max(seq.published, loaded))
             if self.tiers is not None:
                 self.tiers.sightings.written(keys, seq.published, seq.request.spec.prompt_len)
             seq.published = len(keys)
@@ -392,6 +416,8 @@ class Memory:
         """Give back every count of a sequence. Counts of leases and landings live on."""
         if self.tiers is not None:
             self.tiers.forget(seq.id)
+        if seq.published and not seq.request.spec.retention.plain:
+            self._retain(seq, seq.published)
         self._give_up(seq)
 
     def _give_up(self, seq: Sequence) -> None:

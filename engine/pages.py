@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from engine.idle import IdleOrder
 from kvtransfer.types import PAGE_TOKENS
 
 
@@ -39,7 +40,7 @@ class PagePool:
         self.lock = lock or threading.RLock()
         self._refs = [0] * max(count, 1)
         self._free: deque[int] = deque(range(1, count))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._cached = IdleOrder()
         self._kept: set[int] = set()
         self._evict: Callable[[int], None] | None = None
         self._on_free: Callable[[], None] | None = None
@@ -86,6 +87,7 @@ class PagePool:
         """Assert the invariant, from the counts themselves. Raises AssertionError."""
         with self.lock:
             free, cached = set(self._free), set(self._cached)
+            assert len(cached) == len(self._cached), "an idle page is counted twice"
             referenced = {page for page, count in enumerate(self._refs) if count > 0}
             assert len(free) == len(self._free), "a page is free twice"
             assert len(free | cached | referenced) == self.total, "a page is in no state"
@@ -115,7 +117,7 @@ class PagePool:
         with self.lock:
             for page in pages:
                 if self._refs[page] == 0:
-                    del self._cached[page]
+                    self._cached.remove(page)
                 self._refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -130,7 +132,7 @@ class PagePool:
                 if self._refs[page] == 0:
                     freed = True
                     if page in self._kept:
-                        self._cached[page] = None
+                        self._cached.add(page)
                     else:
                         self._free.append(page)
         if freed and self._on_free is not None:
@@ -142,7 +144,7 @@ class PagePool:
         with self.lock:
             for page in reversed(pages):
                 if page in self._cached:
-                    self._cached.move_to_end(page, last=False)
+                    self._cached.to_front(page)
 
     def hold(self, pages: Sequence[int]) -> PageHold:
         """A further count on each page, as a value."""
@@ -162,8 +164,22 @@ class PagePool:
         with self.lock:
             self._kept.discard(page)
             if self._refs[page] == 0:
-                del self._cached[page]
+                self._cached.remove(page)
                 self._free.append(page)
+            self._cached.forget(page)
+
+    def rank(self, page: int, rank: int) -> None:
+        """From now on this kept page is evicted before those of higher ranks, idle or later."""
+        with self.lock:
+            if page in self._kept:
+                self._cached.rank(page, rank)
+
+    def used_again(self, pages: Iterable[int]) -> None:
+        """Idle ones of these are as if they had just been released, one after the other."""
+        with self.lock:
+            for page in pages:
+                if page in self._cached:
+                    self._cached.to_back(page)
 
     def set_evictor(self, evict: Callable[[int], None]) -> None:
         """evict(oldest cached page) must unkeep at least one cached page. Called under the lock."""

@@ -65,6 +65,7 @@ class PrefixCache:
         self._journal: deque[CacheChange] = deque(maxlen=journal_length)
         self._sequence = 0
         self._on_change: Callable[[], None] | None = None
+        self.nowhere: Callable[[Sequence[bytes]], None] = lambda _: None  # told keys that are in no tier any more
         self._key_gone: Callable[[bytes], None] = lambda _: None
         self._page_wanted: Callable[[int], bool] = lambda _: False
         self._dropped: Callable[[Sequence[bytes], Sequence[int]], dict[bytes, str]] = lambda _, __: {}
@@ -107,6 +108,17 @@ class PrefixCache:
         """Journal that keys which are not here are in `tier` now; "" = nowhere any more."""
         with self._pool.lock:
             self._record(bool(tier), keys, tier=tier or "device")
+
+    def ranked(self, key: bytes, rank: int) -> None:
+        """See engine.retention."""
+        node = self._nodes.get(key)
+        if node is not None:
+            self._pool.rank(node.page, rank)
+
+    def used_again(self, keys: Sequence[bytes]) -> None:
+        """See engine.retention."""
+        with self._pool.lock:
+            self._pool.used_again([self._nodes[key].page for key in keys if key in self._nodes])
 
     def key_of(self, page: int) -> bytes | None:
         return self._key_of.get(page)
@@ -215,6 +227,8 @@ class PrefixCache:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _record(self, stored: bool, keys: Sequence[bytes], state_length: int = 0, tier: str = "device") -> None:
+        if not stored and not state_length:
+            self.nowhere(keys)
         self._sequence += 1
         self._journal.append(CacheChange(self._sequence, stored, tuple(keys), state_length, tier))
         if self._on_change is not None:

@@ -227,6 +227,7 @@ class Scheduler:
 
     def _expire(self, now: float) -> None:
         self.memory.ledger.reap(now)
+        self.memory.retained.tick(now)
         for request in [r for r in self._requests.values() if now >= r.spec.deadline]:
             self.fail(request, DeadlineExceeded("the request's time was over before it was complete"))
 

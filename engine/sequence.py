@@ -91,6 +91,7 @@ class Sequence:
     booked: Amount = field(default_factory=Amount)
     lost: int = 0  # tokens that were computed before a preemption
     checkpoints: tuple[int, ...] = ()  # lengths at which the prefill exports its state
+    kept_until: float = 0.0  # when its cache entries pass their time, as of its admission
 
     @property
     def order(self) -> tuple[int, int, int]:

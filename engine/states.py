@@ -157,10 +157,11 @@ class StateCache:
         key = self._cache.key_of(page)
         return list(self._by_key.get(key, ())) if key is not None else []
 
-    def touch(self, key: bytes) -> None:
-        """Somebody whose entries these are has come back."""
-        for state in self._by_key.get(key, ()):
-            state.used = self._looked_up
+    def used_again(self, keys: Sequence[bytes]) -> None:
+        """See engine.retention."""
+        for key in keys:
+            for state in self._by_key.get(key, ()):
+                state.used = self._looked_up
 
     def saving(self, state: State) -> float:
         """FLOPs of prefill saved per byte."""

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from engine.pages import PagePool, SlotPool
 from engine.prefix_cache import PrefixCache
+from engine.retention import Retained
 from engine.runner_api import ModelSpec
 from engine.states import StateCache
 from engine.tiers.disk import Disk, Folder, OpenFile
-from engine.tiers.policy import Sightings
+from engine.tiers.policy import Options, Sightings
 from engine.tiers.pool import Copier, HostPool, Mover, copy_host
-from engine.tiers.tiers import Options, Tiers
+from engine.tiers.tiers import Tiers
 from engine.tiers.work import Lane, Thread
 from kvtransfer.files import PlainFile
 from kvtransfer.types import PAGE_TOKENS, Region
@@ -47,6 +48,7 @@ def make_tiers(
     slots: SlotPool,
     cache: PrefixCache,
     states: StateCache | None,
+    retained: Retained,
     news: Callable[[], None],
     now: Callable[[], float],
     ways: Ways,
@@ -77,7 +79,8 @@ def make_tiers(
         cap_pages=-(-config.host_tokens_per_request // PAGE_TOKENS),
         bound=max(1 << 14, 4 * (count + pages.total)),
     )
-    tiers = Tiers(options, sightings, pages, slots, cache, states, mover, ways.lane or Thread("host-tier", news), now)
+    lane = ways.lane or Thread("host-tier", news)
+    tiers = Tiers(options, sightings, pages, slots, cache, states, retained, mover, lane, now)
     if config.disk_pool_bytes:
         folder = Folder(Path(config.disk_pool_dir))
         count = max(1, config.disk_pool_bytes // model.page_bytes)

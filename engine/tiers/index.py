@@ -35,7 +35,7 @@ class Entry:
 
 class TierIndex:
     """pages: the null one included. gone: told keys that have left (tail first). lock: of the device pool,
-    so that a snapshot of both is of one moment."""
+    so that a snapshot of both is of one moment. rank: of a key that comes (see engine.retention)."""
 
     def __init__(
         self,
@@ -43,10 +43,12 @@ class TierIndex:
         order: Order = "lru",
         gone: Callable[[Sequence[bytes]], None] = lambda _: None,
         lock: threading.RLock | None = None,
+        rank: Callable[[bytes], int] = lambda _: 0,
     ) -> None:
         self.pool = PagePool(pages, lock)
         self._order = order
         self._gone = gone
+        self._rank = rank
         self._entries: dict[bytes, Entry] = {}
         self._by_page: dict[int, Entry] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}
@@ -88,7 +90,18 @@ class TierIndex:
         if entry.parent is not None:
             self._children.setdefault(entry.parent, {})[entry.key] = None
         self.pool.keep(entry.page)
+        self.pool.rank(entry.page, self._rank(entry.key))
         return True
+
+    def ranked(self, key: bytes, rank: int) -> None:
+        """See engine.retention."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.pool.rank(entry.page, rank)
+
+    def used_again(self, keys: Sequence[bytes]) -> None:
+        """See engine.retention."""
+        self.pool.used_again([self._entries[key].page for key in keys if key in self._entries])
 
     def drop(self, key: bytes) -> None:
         """Forget `key`, if it is here, and all that hangs on it here. Pages that are held lose their name only."""
@@ -139,7 +152,9 @@ class TierIndex:
     def _victim(self, oldest: int) -> Entry:
         if self._order == "lru":
             return self._tail(self._by_page[oldest])
-        tails = list({id(t): t for t in map(self._tail, self.oldest(CANDIDATES))}.values())
+        lowest = self._rank(self._by_page[oldest].key)
+        equals = [entry for entry in self.oldest(CANDIDATES) if self._rank(entry.key) == lowest]
+        tails = list({id(t): t for t in map(self._tail, equals)}.values())
         worth = [flops_per_byte(t.depth * PAGE_TOKENS, PAGE_TOKENS, 1) for t in tails]
         return tails[first_to_go(worth)]
 

@@ -20,6 +20,19 @@ FLOPS_WEIGHT = 0.5
 """Of FLOPs per byte against recency, both scaled to 0…1 over the candidates."""
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """queue_pages: pages on their way down at most. poison: device pages and slots whose content has gone down are
+    overwritten when they are given up (a test's proof that bytes came back up)."""
+
+    pages: int
+    slots: int = 0
+    order: Order = "lru"
+    queue_pages: int = 64
+    swap: bool = True
+    poison: bool = False
+
+
 @dataclass(slots=True)
 class _Seen:
     count: int

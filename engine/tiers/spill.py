@@ -24,7 +24,7 @@ STAGED_SHARE = 2
 
 class DiskTier:
     """queue_pages: on their way to the disk at most; what comes beyond that is not spilled. gone: told keys that have
-    left the disk (tail first)."""
+    left the disk (tail first). rank: see engine.retention."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class DiskTier:
         queue_pages: int,
         order: Order,
         gone: Callable[[Sequence[bytes]], None],
+        rank: Callable[[bytes], int],
     ) -> None:
-        self.index = TierIndex(disk.count + 1, order, self._left, host.pool.lock)
+        self.index = TierIndex(disk.count + 1, order, self._left, host.pool.lock, rank)
         self.lane = lane
         self.jobs = 0
         self._disk, self._host, self._cache = disk, host, cache

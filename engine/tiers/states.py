@@ -36,15 +36,22 @@ class HostState:
 
 
 class HostStates:
-    """slots: host slots, shared with swapped requests. host: for partial pages."""
+    """slots: host slots, shared with swapped requests. host: for partial pages. rank: see engine.retention."""
 
-    def __init__(self, slots: SlotPool, host: TierIndex, cache: PrefixCache, order: Order) -> None:
+    def __init__(
+        self,
+        slots: SlotPool,
+        host: TierIndex,
+        cache: PrefixCache,
+        order: Order,
+        rank: Callable[[bytes], int] = lambda _: 0,
+    ) -> None:
         self.slots = slots
         self._host, self._cache, self._order = host, cache, order
         self._by_key: dict[bytes, list[HostState]] = {}
         self._by_page: dict[int, HostState] = {}
         self._used = 0
-        self.rank: Callable[[bytes], int] = lambda _: 0
+        self._rank = rank
         slots.set_evictor(lambda _: self.drop(self._victim()))
         host.set_dependents(self._page_wanted)
 
@@ -69,10 +76,11 @@ class HostStates:
         state.used = self._used
         return hold_both(self._host.pool, [state.page] if state.page else [], self.slots, [state.slot])
 
-    def touch(self, key: bytes) -> None:
-        """Somebody whose entries these are has come back."""
-        for state in self._by_key.get(key, ()):
-            state.used = self._used
+    def used_again(self, keys: Sequence[bytes]) -> None:
+        """See engine.retention."""
+        for key in keys:
+            for state in self._by_key.get(key, ()):
+                state.used = self._used
 
     def add(self, state: HostState) -> bool:
         """Publish a state whose bytes are there; the caller holds counts on slot and page. False: it is known."""
@@ -126,8 +134,8 @@ class HostStates:
     def _victim(self) -> HostState:
         idle = [s for found in self._by_key.values() for s in found if self.slots.refs(s.slot) == 0]
         assert idle, "cached host slots without a state"
-        lowest = min(self.rank(s.key) for s in idle)
-        idle = [s for s in idle if self.rank(s.key) == lowest]
+        lowest = min(self._rank(s.key) for s in idle)
+        idle = [s for s in idle if self._rank(s.key) == lowest]
         oldest, newest = min(s.used for s in idle), max(s.used for s in idle)
         best = max(s.saving for s in idle) or 1.0
 

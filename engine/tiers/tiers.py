@@ -16,17 +16,18 @@ A failed copy is a miss: what was not loaded is computed. With no room, or too m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.pages import PageHold, PagePool, SlotPool, hold_both
 from engine.prefix_cache import PrefixCache
+from engine.retention import Retained
 from engine.states import State, StateCache
 from engine.tiers.cost import Costs
 from engine.tiers.disk import Disk
 from engine.tiers.index import Entry, TierIndex
 from engine.tiers.loads import Loaded, Loading, Loads
-from engine.tiers.policy import Order, Sightings
+from engine.tiers.policy import Options, Sightings
 from engine.tiers.pool import Mover
 from engine.tiers.spill import DiskTier
 from engine.tiers.state_stores import StateStores
@@ -41,19 +42,6 @@ WAIT_S = 0.25
 """An admission waits so long for pages and states to go down before they are dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """queue_pages: pages on their way down at most. poison: device pages and slots whose content has gone down are
-    overwritten when they are given up (a test's proof that bytes came back up)."""
-
-    pages: int
-    slots: int = 0
-    order: Order = "lru"
-    queue_pages: int = 64
-    swap: bool = True
-    poison: bool = False
-
-
 class Tiers:
     """lane runs the copies. costs.prefill is measured by the engine. now: monotonic seconds. states: the device's, of a
     model that has any."""
@@ -66,6 +54,7 @@ class Tiers:
         slots: SlotPool,
         cache: PrefixCache,
         states: StateCache | None,
+        retained: Retained,
         mover: Mover,
         lane: Lane,
         now: Callable[[], float],
@@ -74,9 +63,10 @@ class Tiers:
         self.sightings = sightings
         self.costs = Costs()
         self.counts = Counts()
-        self.host = TierIndex(options.pages, options.order, self._left_host, pages.lock)
+        self.host = TierIndex(options.pages, options.order, self._left_host, pages.lock, retained.rank)
         self.host_slots = SlotPool(options.slots, pages.lock)
-        self.states = HostStates(self.host_slots, self.host, cache, options.order)
+        self.states = HostStates(self.host_slots, self.host, cache, options.order, retained.rank)
+        self._retained = retained
         self._pages, self._slots, self._cache = pages, slots, cache
         self._mover, self._lane, self._now = mover, lane, now
         self._page_bytes, self._slot_bytes = mover.item_bytes(True), mover.item_bytes(False)
@@ -114,6 +104,8 @@ class Tiers:
         )
         self.disk: DiskTier | None = None
         cache.set_lower(self._dropped, self._below)
+        retained.serve(self.host.ranked, self.host.used_again)
+        retained.serve(lambda _key, _rank: None, self.states.used_again)
 
     def _state_stores(self, states: StateCache) -> StateStores:
         states.dropped = self._state_dropped
@@ -133,7 +125,9 @@ class Tiers:
     def add_disk(self, disk: Disk, lane: Lane, queue_pages: int) -> None:
         """Put a disk tier below the host's. Once, before anything runs."""
         parts = (self.host, self._cache, lane, self.costs, self.counts)
-        self.disk = DiskTier(disk, *parts, self._page_bytes, queue_pages, self.options.order, self._left_disk)
+        rank = self._retained.rank
+        self.disk = DiskTier(disk, *parts, self._page_bytes, queue_pages, self.options.order, self._left_disk, rank)
+        self._retained.serve(self.disk.index.ranked, self.disk.index.used_again)
 
     # --- every turn -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.api import Admitted, EngineRequest, Event, Failed, Mode, PromptScores, SourceDone, Tokens
+from engine.api import Admitted, EngineRequest, Event, Failed, Mode, PromptScores, Retention, SourceDone, Tokens
 from engine.loop import Engine, EngineSpec
 from engine.models.oracle import OracleRunner
 from engine.plan import SamplingParams
@@ -123,6 +123,7 @@ def request(
     root: bytes = ROOT,
     reservation_id: str = "",
     priority: int = 0,
+    retention: Retention = Retention(),
     **sampling: object,
 ) -> EngineRequest:
     leg = "prefill" if mode is Mode.SOURCE else "decode"
@@ -138,6 +139,7 @@ def request(
         choice=choice,
         reservation_id=reservation_id,
         priority=priority,
+        retention=retention,
     )
 
 

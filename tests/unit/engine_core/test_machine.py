@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.api import Admitted, EngineRequest, Failed, Mode, Needs, Reserved, SourceDone, Tokens
+from engine.api import Admitted, EngineRequest, Failed, Mode, Needs, Reserved, Retention, SourceDone, Tokens
 from kvtransfer.types import First, Hold, LegKey
 from runtime.errors import DeadlineExceeded
 from tests.unit.engine_core.lab import VOCAB, Lab, move, prompt, request, undisturbed
@@ -72,6 +72,7 @@ outputs = st.sampled_from([1, 2, 9, 30, 60])
 
 class EnginesMachine(RuleBasedStateMachine):
     STATE = False
+    HINTS = (Retention(), Retention(b"talk", 3, 3.0), Retention(priority=-2), Retention(b"other", ttl_s=5.0))
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +96,7 @@ class EnginesMachine(RuleBasedStateMachine):
             temperature=0.8 if n > 1 else 0.0,
             seed=seed,
             stop_token_ids=(seed, VOCAB - 1),
+            retention=self.HINTS[(seed + priority + length) % len(self.HINTS)],
         )
         leg = Leg(lab, made)
         lab.submit(made)
