@@ -179,6 +179,7 @@ def _loads(_: click.Context, __: click.Parameter, value: str) -> list[float]:
 @click.option("--decode", default=16, show_default=True, type=click.IntRange(1, 4096))
 @click.option("--policies", default="round_robin,predicted,dynamo,sgl", show_default=True, callback=_names)
 @click.option("--requests", default=1500, show_default=True, type=click.IntRange(1))
+@click.option("--skip", default=0, type=click.IntRange(0), help="begin behind so many requests of the trace")
 @click.option("--load", "loads", default="0.8", show_default=True, callback=_loads)
 @click.option("--rate", default=0.0, type=click.FloatRange(0), help="requests per second, instead of --load")
 @click.option("--speedup", default=0.0, type=click.FloatRange(0), help="times the trace's own speed, instead of --load")
@@ -196,6 +197,7 @@ def main(
     decode: int,
     policies: list[str],
     requests: int,
+    skip: int,
     loads: list[float],
     rate: float,
     speedup: float,
@@ -213,7 +215,7 @@ def main(
     if as_json and len(loads) > 1:
         raise click.UsageError("--json prints one object: give one --load")
     cache = None if no_cache else Path(cache_dir) if cache_dir else cache_folder()
-    setting = Setting(str(Path(trace).resolve()), profile, prefill, decode, requests, seed, unit_tokens)
+    setting = Setting(str(Path(trace).resolve()), profile, prefill, decode, requests, seed, unit_tokens, skip)
     with progress_bar(quiet=as_json) as report:
         experiment = Experiment(setting)
         capacity, at = rates(experiment, loads, rate, speedup, cache, report)
@@ -224,6 +226,7 @@ def main(
         "prefill": prefill,
         "decode": decode,
         "requests": len(experiment.entries),
+        "skip": skip,
         "seed": seed,
         "unit_tokens": unit_tokens,
         "capacity_requests_per_s": capacity.requests_per_s if capacity is not None else None,

@@ -45,7 +45,7 @@ RESERVING = ("predicted", "predicted_pairs")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured on. requests: the first so many of the trace."""
+    """What is measured on. requests: so many of the trace, behind the first `skip`."""
 
     trace: str
     profile: str
@@ -54,6 +54,7 @@ class Setting:
     requests: int
     seed: int
     unit_tokens: int = 256
+    skip: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Experiment:
             raise InvalidRequest("prefill, decode and requests are at least 1", field="prefill")
         self.setting = setting
         self.profile = Profile.load(setting.profile)
-        self.entries = traces.load(setting.trace, setting.requests)
+        self.entries = traces.load(setting.trace, setting.requests, setting.skip)
         book = traces.KeyBook(setting.unit_tokens)
         self._keys = [book.of(entry) for entry in self.entries]
 

@@ -38,8 +38,8 @@ class Entry:
     blocks: tuple[int, ...]
 
 
-def load(path: str | Path, limit: int = 0) -> list[Entry]:
-    """The first `limit` entries (0 = all), in order of time. Raises InvalidRequest (field "trace")."""
+def load(path: str | Path, limit: int = 0, skip: int = 0) -> list[Entry]:
+    """`limit` entries (0 = all) behind the first `skip`, in order of time. Raises InvalidRequest (field "trace")."""
     try:
         data = Path(path).read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
@@ -49,11 +49,11 @@ def load(path: str | Path, limit: int = 0) -> list[Entry]:
         entries = _mooncake(text) if text.lstrip().startswith("{") else _azure(text)
     except (ValueError, KeyError, TypeError) as exc:
         raise _bad("the trace is neither Mooncake JSON lines nor an Azure CSV") from exc
-    if not entries:
-        raise _bad("the trace is empty")
     entries.sort(key=lambda entry: entry.at)
-    first = entries[0].at
-    chosen = entries[:limit] if limit else entries
+    chosen = entries[skip : skip + limit] if limit else entries[skip:]
+    if not chosen:
+        raise _bad("the trace is empty" if not entries else f"the trace has only {len(entries)} requests")
+    first = chosen[0].at
     return [Entry(e.at - first, e.prompt_tokens, e.output_tokens, e.blocks) for e in chosen]
 
 

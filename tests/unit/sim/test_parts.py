@@ -170,6 +170,7 @@ def test_both_kinds_of_traces_are_read_plain_or_packed(tmp_path: Path) -> None:
     assert [(entry.at, entry.prompt_tokens, entry.output_tokens) for entry in entries] == [(0.0, 600, 44), (0.5, 5, 3)]
     assert not set(entries[0].blocks) & set(entries[1].blocks), "nothing is shared"
     assert len(load(azure, 1)) == 1
+    assert [(entry.at, entry.prompt_tokens) for entry in load(azure, 1, skip=1)] == [(0.0, 5)]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "a,b\n1,2\n", '{"timestamp": 0, "input_length": 99999, "hash_ids": [1]}'])
