@@ -25,6 +25,8 @@ VERSION = 1
 
 GOOD_ENOUGH = 0.9
 PRECISION = 0.02
+DOUBLINGS = 12
+"""Of the first guess, until a fleet is taken to hold whatever comes."""
 
 Progress = Callable[[str, float], None]
 """What is being done, and how far it is (0..1)."""
@@ -106,7 +108,8 @@ class Experiment:
     # --- capacity -----------------------------------------------------------------------------------------------
 
     def capacity(self, cache: Path | None, progress: Progress) -> Capacity:
-        """The highest rate at which least_load keeps the goal, by bisection to 2 %."""
+        """The highest rate at which least_load keeps the goal, by bisection to 2 %. Raises InvalidRequest when there is
+        none."""
         file = cache / f"capacity-{self._key()}.json" if cache is not None else None
         known = _read(file)
         if known is not None:
@@ -130,6 +133,12 @@ class Experiment:
         tried = 0
         while self._good(high, goal, tried, progress):
             low, high, tried = high, 2 * high, tried + 1
+            if tried > DOUBLINGS:
+                raise InvalidRequest(
+                    "so few requests keep the goal on this fleet even when all come at once: "
+                    "give more of them, or a rate instead of a load",
+                    field="requests",
+                )
         while high / low > 1 + PRECISION:
             middle = (low * high) ** 0.5
             tried += 1

@@ -9,6 +9,7 @@ import pytest
 
 from bench.replay import SHIPPED
 from bench.sim.experiment import GOOD_ENOUGH, Experiment, Setting
+from runtime.errors import InvalidRequest
 
 
 def replay(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -73,3 +74,10 @@ def test_bursts_that_miss_the_goal_at_any_speed_lower_it_instead_of_failing() ->
     capacity = experiment.capacity(None, lambda text, share: None)
     assert 0 < capacity.goodput < GOOD_ENOUGH
     assert capacity.requests_per_s > 0
+
+
+def test_a_fleet_that_a_few_requests_cannot_fill_has_no_capacity() -> None:
+    experiment = Experiment(Setting(str(SHIPPED), "sim-h100-8b", 8, 8, 5, 1))
+    with pytest.raises(InvalidRequest) as caught:
+        experiment.capacity(None, lambda text, share: None)
+    assert caught.value.field == "requests"

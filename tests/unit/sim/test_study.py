@@ -14,18 +14,24 @@ POLICIES = ("least_load", "predicted", "predicted_pairs")
 
 
 def case(seeds: int = 2) -> Case:
-    return Case("small", Setting(str(SHIPPED), "sim-h100-8b", 2, 2, 12, 1), (0.8,), seeds, POLICIES)
+    return Case("small", Setting(str(SHIPPED), "sim-h100-8b", 2, 2, 30, 1), (0.8,), seeds, POLICIES)
 
 
-def test_a_study_that_is_broken_off_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Capacities, found once."""
+    return tmp_path_factory.mktemp("capacities")
+
+
+def test_a_study_that_is_broken_off_goes_on_where_it_was(tmp_path: Path, known: Path) -> None:
     file = tmp_path / "runs.jsonl"
     said: list[str] = []
-    study.run([case(1)], Results(file), tmp_path, lambda text, share: said.append(text))
+    study.run([case(1)], Results(file), known, lambda text, share: said.append(text))
     assert len(said) == 1 + len(POLICIES) + 1
     file.write_text(file.read_text() + '{"source": "broken o')
     said.clear()
     results = Results(file)
-    study.run([case(2)], results, tmp_path, lambda text, share: said.append(text))
+    study.run([case(2)], results, known, lambda text, share: said.append(text))
     assert all("seed 2" in text for text in said[:-1]), "seed 1 was there"
     assert len(study.figures(case(2), results, 0.8, "predicted", "ttft_mean")) == 2
 
@@ -38,9 +44,9 @@ def test_runs_of_other_sources_are_not_used(tmp_path: Path) -> None:
     assert Results(file, source="then").get(study.key_of(setting, 0.8, "predicted")) == {"ttft_mean": 1.0}
 
 
-def test_prefill_on_decode_workers_can_be_left_out(tmp_path: Path) -> None:
+def test_prefill_on_decode_workers_can_be_left_out(tmp_path: Path, known: Path) -> None:
     results = Results(tmp_path / "runs.jsonl")
-    study.run([case(1)], results, tmp_path, lambda text, share: None)
+    study.run([case(1)], results, known, lambda text, share: None)
     assert study.figures(case(1), results, 0.8, "predicted", "local")[0] > 0
     assert study.figures(case(1), results, 0.8, "predicted_pairs", "local") == [0.0]
 
