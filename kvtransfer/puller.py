@@ -358,7 +358,8 @@ class Puller:
     # --- afterwards -------------------------------------------------------------------------------------------
 
     async def _release(self, peer: Peer, lease: Lease, *, confirmed: bool) -> None:
-        """Best effort with retries; what fails here ends with the lease."""
+        """Best effort with retries; what fails here ends with the lease. Whoever waits for the pull goes on first."""
+        await asyncio.sleep(0)
         request = pb.ReleaseRequest(lease_id=lease.lease_id, confirmed=confirmed)
         if await faults.strike_async("kv.release"):
             return

@@ -18,7 +18,7 @@ from grpc.aio import ServicerContext
 
 from kvtransfer.layout import layout_from_proto, layout_to_proto, rank_to_proto, require_compatible, require_ranks
 from kvtransfer.prefix import Offers
-from kvtransfer.source import Caller, Final, HandoffStore
+from kvtransfer.source import Caller, Final, HandoffStore, Update
 from kvtransfer.source import Watch as Watching
 from kvtransfer.transport import LocalRank
 from kvtransfer.types import Component, First, Layout, Region
@@ -142,8 +142,7 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
             if update.error is not None:
                 yield pb.WatchEvent(failed=update.error.detail())
                 return
-            for start, end in self._spans(watch, update.start, update.end):
-                ready = pb.RangeReady(start=start, end=end, blocks=await self._page_blocks(watch, start, end))
+            async for ready in self._ranges(watch, update):
                 if self._store.held(watch):
                     yield pb.WatchEvent(range=ready)
             if update.final is not None:
@@ -153,6 +152,21 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
                     return
             elif self._store.held(watch):
                 await news.wait()
+
+    async def _ranges(self, watch: Watching, update: Update) -> AsyncIterator[pb.RangeReady]:
+        """What is new, in messages; while one goes out, the next one's checksums are computed."""
+        spans = list(self._spans(watch, update.start, update.end))
+        if not spans:
+            return
+        ahead = asyncio.create_task(self._page_blocks(watch, *spans[0]))
+        try:
+            for (start, end), following in zip(spans, [*spans[1:], None], strict=True):
+                blocks = await ahead
+                if following is not None:
+                    ahead = asyncio.create_task(self._page_blocks(watch, *following))
+                yield pb.RangeReady(start=start, end=end, blocks=blocks)
+        finally:
+            ahead.cancel()
 
     def _spans(self, watch: Watching, start: int, end: int) -> Iterator[tuple[int, int]]:
         """A range in messages of bounded size, each of pages of one pool."""
@@ -206,9 +220,15 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
         return found
 
     async def _reap(self) -> None:
+        """Supervised: whatever one hand-off's end may raise, the others' leases end in their time."""
         while True:
             await asyncio.sleep(min(0.25, self._store.lease_s / 10))
-            for key in self._store.expire():
+            try:
+                ended = self._store.expire()
+            except Exception:
+                log.exception("the end of a hand-off failed")
+                continue
+            for key in ended:
                 log.warning("a hand-off ended without its reader", extra={"request_id": key.request_id})
 
 

@@ -16,6 +16,7 @@ Thread-safe by one short lock, since the engine thread announces ranges while RP
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections import OrderedDict
@@ -109,10 +110,12 @@ class _Effects:
     holds: list[Hold] = field(default_factory=list)
 
     def run(self) -> None:
-        for hold in self.holds:
-            hold.release()
-        for wake in self.wakes:
-            wake()
+        """Each of them, also after one that fails; then its error is raised."""
+        with contextlib.ExitStack() as effects:
+            for wake in reversed(self.wakes):
+                effects.callback(wake)
+            for hold in reversed(self.holds):
+                effects.callback(hold.release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +312,9 @@ class HandoffStore:
 
     def close(self) -> None:
         """End everything (the worker is going away); watchers are told."""
-        for key in list(self._live):
-            self._end(key, State.RELEASED, KvLost("the source is shutting down"))
+        with contextlib.ExitStack() as ends:  # of all, also after one that fails
+            for key in list(self._live):
+                ends.callback(self._end, key, State.RELEASED, KvLost("the source is shutting down"))
 
     # --- questions --------------------------------------------------------------------------------------------
 
