@@ -180,7 +180,7 @@ class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that write
         elif leg.submitted:
             self._worker.engine.handover(key, choice)
         else:
-            self._fail_now(leg, Draining("nothing of this request is computed here", reason="not_begun"))
+            self._fail_now(leg, Draining("nothing of this request is computed here"))
 
     def _drop(self, key: LegKey) -> None:
         self._over.put(key, error := Cancelled("cancelled by the router"))

@@ -49,7 +49,7 @@ class Departures:
 
     def hopeless(self) -> list[tuple[Request, Draining]]:
         """Requests that have nothing to give and are not about to: they fail, whole."""
-        error = Draining("nothing of this request is computed here", reason="not_begun")
+        error = Draining("nothing of this request is computed here")
         return [(request, error) for request in self._requests if not request.over and self._idle(request)]
 
     def leave(self, seq: Sequence) -> bool:

@@ -34,8 +34,8 @@ class Piece:
 
     @property
     def choice(self) -> int:
-        """As WorkRequest wants it: the index of a continued choice, else 0."""
-        return self.choices[0] if self.first_sequence else 0
+        """As WorkRequest wants it: the index of a choice that is alone, else 0."""
+        return self.choices[0] if len(self.choices) == 1 else 0
 
 
 def whole(request_id: str, prompt: tuple[int, ...], n: int) -> Piece:
@@ -52,7 +52,7 @@ def pieces(failed: Piece, request_id: str, prompt: tuple[int, ...], choices: Seq
         return [Piece(failed.request_id, failed.tokens, failed.prompt_len, failed.choices, failed.retry + 1)]
     return [
         Piece(
-            request_id if len(choices) == 1 else f"{request_id}.{choice.index}",
+            _name(request_id, choices, choice.index),
             prompt + tuple(choice.tokens),
             len(prompt),
             (choice.index,),
@@ -60,6 +60,18 @@ def pieces(failed: Piece, request_id: str, prompt: tuple[int, ...], choices: Seq
         )
         for choice in left
     ]
+
+
+def onward(of: Piece, request_id: str, prompt: tuple[int, ...], choices: Sequence[Choice], index: int) -> Piece:
+    """What a choice that leaves its worker goes on with at another, from what the first one has computed: every known
+    token but the newest, exactly as after a prompt. That is no failure, so it is no retry."""
+    tokens = prompt + tuple(choices[index].tokens[:-1])
+    return Piece(_name(request_id, choices, index), tokens, len(prompt), (index,), of.retry)
+
+
+def _name(request_id: str, choices: Sequence[Choice], index: int) -> str:
+    """One of several choices alone is a request of its own to workers."""
+    return request_id if len(choices) == 1 else f"{request_id}.{index}"
 
 
 def exhausted(choices: Sequence[Choice], indices: Sequence[int], max_tokens: int, room: int) -> list[int]:

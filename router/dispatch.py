@@ -9,17 +9,21 @@ this file only carries it out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
 
-from protos.v1 import common_pb2
+from protos.v1 import common_pb2, decode_pb2
 from router import continuity
 from router.booking import Booking
 from router.codec import Codec
 from router.continuity import Piece, RetryBudget
 from router.fleet import Fleet
+from router.legs import DepartedLeg
+from router.moves import Moves
+from router.onward import Onward
 from router.passage import Passage
 from router.planner import Planner
 from router.pressure import Pressure
@@ -28,7 +32,7 @@ from router.request import Ledger, Outcome, Reply, Work
 from router.tenants import Tenant
 from runtime.clock import Clock
 from runtime.config import Config
-from runtime.errors import Cancelled, DeadlineExceeded, PdserveError
+from runtime.errors import Cancelled, DeadlineExceeded, PdserveError, WorkerLost
 from runtime.metrics import Metrics
 
 PATIENCE_S = 0.5
@@ -69,14 +73,18 @@ class Dispatcher:
         )
         self.out_of_budget = metrics.counter("pdserve_router_retries_refused", "Retries the budget did not allow")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._live: set[Dispatch] = set()
+        self.moves = Moves(self, metrics, self._passages)
 
     async def run(self, work: Work, reply: Reply) -> Outcome:
         """Raises PdserveError; asyncio.CancelledError when the client went away. Nothing is held afterwards."""
         self.budget.request()
         dispatch = Dispatch(self, work, reply)
+        self._live.add(dispatch)
         try:
             return await dispatch.run()
         finally:
+            self._live.discard(dispatch)
             times = dispatch.ledger
             held = len(work.tokens) * times.decode.decode_s
             self.booking.line.over(
@@ -86,6 +94,11 @@ class Dispatcher:
                 token_seconds=held,
             )
 
+    def _passages(self) -> Iterator[Passage]:
+        """All that are under way."""
+        for dispatch in self._live:
+            yield from dispatch.passages
+
     def spawn(self, job: Coroutine[Any, Any, None]) -> None:
         """A farewell to a worker that must survive the request's own cancellation."""
         task = asyncio.create_task(job)
@@ -93,14 +106,17 @@ class Dispatcher:
         task.add_done_callback(self._tasks.discard)
 
     def start(self) -> None:
-        """Watch the event loop's load from now on."""
+        """From now on the event loop's load is watched, and requests are moved as the fleet has need."""
         self._watcher = asyncio.create_task(self.pressure.run(), name="pressure")
+        if self.config.moves:
+            self.moves.start()
 
     _watcher: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+        await self.moves.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
 
@@ -163,7 +179,7 @@ class Dispatch:
             self.settle(None)
         elif finished is not None and finish == GOES_ON:  # a stop string: the worker does not know
             for passage in self.passages:
-                if choice in passage.piece.choices:
+                if choice in passage.choices:
                     passage.end_choice(choice)
                     self._close_idle(passage)
 
@@ -178,7 +194,7 @@ class Dispatch:
 
     def _close_idle(self, passage: Passage) -> None:
         """A passage none of whose choices goes on has nothing left to do."""
-        if not self.open_choices(passage.piece.choices):
+        if not self.open_choices(passage.choices):
             self.passages.remove(passage)
             passage.close("settled")
 
@@ -204,7 +220,7 @@ class Dispatch:
             self.passages.remove(passage)
         if self.done.done():
             return
-        choices, piece = self.progress.choices, passage.piece
+        choices, piece = self.progress.choices, replace(passage.piece, choices=passage.choices)
         room = self.shared.codec.context - len(self.work.tokens)
         for index in continuity.exhausted(choices, piece.choices, self.work.sampling.max_tokens, room):
             self._say(*self.progress.end(index))
@@ -221,6 +237,28 @@ class Dispatch:
 
     def moved(self, passage: Passage) -> None:
         """A passage was sent or has begun: another timer counts."""
+        self._arm()
+
+    def onward(self, passage: Passage, choice: int) -> Piece:
+        work = self.work
+        return continuity.onward(passage.piece, work.request_id, work.tokens, self.progress.choices, choice)
+
+    def departed(self, passage: Passage, left: DepartedLeg, body: decode_pb2.HandedOver) -> None:
+        """The choice goes on at another worker, from what it has left."""
+        choice = self.progress.choices[body.choice]
+        if choice.finish is not None:  # a stop string, in what it said last
+            left.close("settled")
+            self._close_idle(passage)
+            return
+        known = len(self.work.tokens) + choice.next_sequence
+        if body.token_count + 1 != known or choice.tokens[-1] != body.first.token:
+            raise WorkerLost("what the worker gives away is not what it has said", reason="sequence_gap")
+        move = passage.moves.pop(body.choice, None)
+        piece = self.onward(passage, choice.index)
+        onward = move.departed() if move is not None else Onward(self, self.shared, piece, passage.avoid, left.worker)
+        self.passages.append(onward)
+        self._close_idle(passage)
+        onward.go_on(piece, left, body.ticket)
         self._arm()
 
     # going on

@@ -16,10 +16,10 @@ from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router import legs, policy
 from router.booking import Wish
 from router.continuity import Piece
-from router.legs import DecodeLeg, PrefillLeg
+from router.legs import DecodeLeg, DepartedLeg, PrefillLeg
 from router.pressure import joined
 from router.progress import GOES_ON
-from router.seats import ENDED, Owner, Seats, Shared, TokenLogprob
+from router.seats import ENDED, Leg, Owner, Seats, Shared, TokenLogprob
 from router.worker import Worker
 from runtime import errors
 from runtime.errors import DeadlineExceeded, KvLost, PdserveError, WorkerLost
@@ -43,6 +43,7 @@ class Passage(Seats):
         self._first_seen = False  # the first token of every choice is there
         self._handed_over = False
         self._ended: set[int] = set()  # choices, as the decode worker told
+        self._leaving: list[decode_pb2.HandedOver] = []  # ahead of P's answer
         self._held: list[decode_pb2.ChoiceTokens] = []  # not yet looked at: ahead of P's answer, or under pressure
         self._refused_decode: set[str] = set(avoid.get("decode", ()))
         self._replacing: asyncio.Task[None] | None = None
@@ -75,7 +76,7 @@ class Passage(Seats):
         assert self.decode is not None
         self._source = self.prefill.worker if self.prefill is not None else self.decode.worker
         self.owner.ledger.placed(self._source.id, self.decode.worker.id)
-        if self.prefill is not None:
+        if isinstance(self.prefill, PrefillLeg):
             self.prefill.submit(self._wire(self.prefill.ref))
         self.decode.submit(self._wire(self.decode.ref), local=self.local)
         self.moved_at = self._sent_at = self._now()
@@ -140,6 +141,7 @@ class Passage(Seats):
         if self._handed_over and not self.over:
             leg.over()
 
+        self._let_go()
     def decode_event(self, leg: DecodeLeg, kind: str, body: Any) -> None:
         if leg is not self.decode:
             return  # a superseded attempt
@@ -150,6 +152,9 @@ class Passage(Seats):
         elif kind == "handoff":
             self._confirmed(body)
         elif kind == "failed":
+        elif kind == "handed_over":
+            self._leaving.append(body)
+            self._let_go()
             leg.over()
             error = errors.from_detail(body.error)
             self._decode_failed(leg, KvLost(error.message, reason=error.reason) if body.kv_lost else error, lost=False)
@@ -192,10 +197,33 @@ class Passage(Seats):
             said = tokens.first_sequence + len(tokens.tokens) - self.piece.first_sequence
             self.shared.planner.decoded(leg.worker.id, len(self.piece.tokens), said, tokens.times)
         if len(self._ended) >= len(self.piece.choices):
+        self._all_ended(leg)
+
+    def _all_ended(self, leg: DecodeLeg) -> None:
             self._heard(leg, None)
             leg.over()
 
     def _accept(
+    def _let_go(self) -> None:
+        """Choices that have left their worker: their owner takes them on, after everything they said here."""
+        if not (self.local or self._first_seen) or not self._leaving or not self._caught_up():
+            return
+        leaving, self._leaving = self._leaving, []
+        for body in leaving:
+            if self.decode is None or body.choice not in self.choices:
+                continue
+            left = DepartedLeg(self.decode, body.choice)
+            self.left.add(body.choice)
+            self._ended.add(body.choice)
+            self._all_ended(self.decode)
+            try:
+                self.owner.departed(self, left, body)
+            except PdserveError as error:
+                left.close("not usable")
+                self.left.discard(body.choice)
+                self._fail(self.decode, error, lost=False)
+                return
+
         self,
         choice: int,
         sequence: int,
@@ -211,7 +239,7 @@ class Passage(Seats):
             self.begun = True
             self.owner.moved(self)
         try:
-            if choice not in self.piece.choices:
+            if choice not in self.choices:
                 raise WorkerLost("the worker answered for a choice that does not exist", reason="bad_choice")
             if finish > common_pb2.FINISH_REASON_LENGTH:
                 raise _worker_gave_up(finish)
@@ -270,7 +298,7 @@ class Passage(Seats):
     def timed_out(self) -> None:
         """Nothing came for as long as the timer allows: whoever owes something has failed."""
         if self.begun or self.local or self.prefill is None or self.prefill.done:
-            leg: PrefillLeg | DecodeLeg | None = self.decode
+            leg: Leg | None = self.decode
         else:
             leg = self.prefill
         silence = self.silence_s
@@ -291,7 +319,10 @@ class Passage(Seats):
         self._fail(leg, error, lost=lost)
 
     def _decode_failed(self, leg: DecodeLeg, error: PdserveError, *, lost: bool) -> None:
-        """Before D has confirmed, the same ticket may go to another D; later the passage is over."""
+        """Before D has confirmed, the same ticket may go to another D; later the passage is over. Who was asked to give
+        it away and had nothing to give has not failed it."""
+        lost = lost or bool(self.moves)
+        self._stay()
         again = (
             not self.over
             and not self.local
@@ -310,7 +341,7 @@ class Passage(Seats):
         self._refused_decode.add(leg.worker.id)
         self._replacing = asyncio.create_task(self._replace(leg, error, lost))
 
-    async def _replace(self, leg: DecodeLeg, cause: PdserveError, lost: bool) -> None:
+    async def _replace(self, leg: DecodeLeg | None, cause: PdserveError, lost: bool) -> None:
         """Another decode worker for the pages that P holds. A failure here is the first one's."""
         try:
             placed = await self._place_again()
@@ -346,9 +377,7 @@ class Passage(Seats):
             return True
         return False
 
-    def _fail(
-        self, leg: PrefillLeg | DecodeLeg | None, error: PdserveError, *, lost: bool, heard: bool = False
-    ) -> None:
+    def _fail(self, leg: Leg | None, error: PdserveError, *, lost: bool, heard: bool = False) -> None:
         if self.over or not self._caught_up():
             return
         if leg is not None:
@@ -358,7 +387,7 @@ class Passage(Seats):
         self.close("failed")
         self.owner.failed(self, error, lost)
 
-    def _blame(self, leg: PrefillLeg | DecodeLeg, error: PdserveError) -> None:
+    def _blame(self, leg: Leg, error: PdserveError) -> None:
         """Who should not be given this request again. Pages that are lost are their source's fault, whoever says so."""
         if isinstance(error, KvLost) and self.prefill is not None:
             leg = self.prefill
@@ -378,6 +407,7 @@ class Passage(Seats):
         self.over = True
         self._held.clear()
         self.shared.pressure.drop(self._beat)
+        self._stay()
         if self._replacing is not None:
             self._replacing.cancel()
         for leg in (self.prefill, self.decode):

@@ -221,6 +221,19 @@ class Planner:
             self.index.expect(plan.placement.prefill, plan.keys.links(), now)
         return {worker: Booked(self.ledger, key, worker, self._clock) for worker in plan.demands}
 
+    def moving(self, request_id: str, worker: str, tokens: int, left: int) -> Booked | None:
+        """Book a running choice of `tokens` known tokens, with `left` to make at most, at the worker it moves to."""
+        view = self.ledger.view(worker) if self.active else None
+        if view is None:
+            return None
+        expected = self.speeds.output.expect(tokens, left)
+        slots = 1 if view.state_bytes else 0
+        demand = Demand(tokens + int(expected), slots, tokens + int(expected / 2), decode=True, landing=True)
+        self._numbers += 1
+        key = (request_id, self._numbers)
+        self.ledger.charge(key, {worker: demand}, self._clock.monotonic())
+        return Booked(self.ledger, key, worker, self._clock)
+
     # --- what is learned
 
     def prefilled(

@@ -160,6 +160,11 @@ class Config(BaseSettings):
     first_token_timeout_s: float = Field(120.0, gt=0, description="a worker silent for so long is given up")
     inter_token_timeout_s: float = Field(30.0, gt=0, description="the same, after the first token")
     stream_buffer_bytes: int = Field(1 << 20, gt=0, description="a client that lags further behind is cut off")
+    moves: bool = Field(True, description="running requests leave workers that drain, change role or lack memory")
+    moves_at_once: int = Field(4, gt=0, description="requests on their way from worker to worker, at most")
+    moves_pressure_s: float = Field(
+        1.0, gt=0, description="a worker that has put requests aside for so long gives one to another that has room"
+    )
     sse_keepalive_s: float = Field(15.0, gt=0, description="a comment goes out on a stream silent for so long")
 
     # registry and control

@@ -57,13 +57,16 @@ def layout(page_tokens: int = 16, chunk_tokens: int = 512) -> kvsource_pb2.Layou
 
 @dataclass(slots=True)
 class Leg:
-    """One submitted attempt at a scripted worker; `ticket` is set when D has it."""
+    """One submitted attempt at a scripted worker; `ticket` is set when D has it, `asked` when it is to give a choice
+    away (`wanted`)."""
 
     work: common_pb2.WorkRequest
     emit: Emit
     local: bool = False
     fence: int = 0
     ticket: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    wanted: list[int] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
     @property
@@ -161,6 +164,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.cancelled: list[str] = []
         self.released: list[str] = []
         self.ended_choices: list[int] = []
+        self.handovers: list[decode_pb2.Handover] = []
         self.hellos: list[common_pb2.Hello] = []
         self.described = self._describe()
         self.load = common_pb2.Load(pages_free=100, pages_total=100)
@@ -284,12 +288,21 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 leg = self.legs.get((body.ref.request_id, body.ref.attempt))
                 if leg is not None:
                     leg.ticket.set()
+            elif kind == "handover":
+                self._asked(body)
             elif kind == "cancel" and body.choices:
                 self.ended_choices += body.choices
             elif kind in ("cancel", "release"):
                 self._end(body, self.cancelled if kind == "cancel" else self.released)
             await self._noticed()
         outbox.put_nowait(None)
+
+    def _asked(self, handover: decode_pb2.Handover) -> None:
+        self.handovers.append(handover)
+        leg = self.legs.get((handover.ref.request_id, handover.ref.attempt))
+        if leg is not None:
+            leg.wanted.append(handover.choice)
+            leg.asked.set()
 
     def _resumed(self, hello: common_pb2.Hello, emit: Emit) -> list[common_pb2.AttemptRef]:
         known = []

@@ -272,7 +272,7 @@ def test_a_request_of_which_nothing_is_computed_fails_so_that_another_worker_get
 
     error = lab.failed(waits).error
     assert isinstance(error, Draining)
-    assert error.reason == "not_begun"
+    assert error.reason == "draining"
     assert len(lab.tokens(first)) == 20
     lab.engine.check_baseline()
 

@@ -211,7 +211,7 @@ async def test_a_request_that_is_not_complete_fails_so_that_another_worker_gets_
     await stream.settle()
     handover(stream)
     failed = (await stream.next()).failed
-    assert (failed.error.reason, failed.error.retryable, failed.kv_lost) == ("not_begun", True, False)
+    assert (failed.error.reason, failed.error.retryable, failed.kv_lost) == ("draining", True, False)
     assert s.engine.given_away == []
     await stream.drop()
 

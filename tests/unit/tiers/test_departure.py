@@ -137,6 +137,6 @@ def test_what_could_not_be_kept_is_computed_elsewhere() -> None:
     lab.engine.handover(keys[1], 0)
     lab.run()
 
-    assert lab.failed(keys[1]).error.reason == "not_begun"
+    assert lab.failed(keys[1]).error.reason == "draining"
     assert len(lab.tokens(keys[0])) == 100
     lab.baseline()
