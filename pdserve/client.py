@@ -240,6 +240,8 @@ def _set(request: inference_pb2.GenerateRequest, key: str, value: Any) -> None:
         request.stop.append(value)
     elif key in ("stop", "stop_token_ids"):
         getattr(request, key).extend(value)
+    elif key == "retention":
+        request.retention.CopyFrom(common_pb2.Retention(**value))
     else:
         setattr(request, key, value)
 

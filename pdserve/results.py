@@ -17,6 +17,14 @@ _FINISH = {
 }
 
 
+class Retention(TypedDict, total=False):
+    """How the cache entries of a request should be kept, see common.proto."""
+
+    session: str
+    priority: int
+    ttl_ms: int
+
+
 class Options(TypedDict, total=False):
     """How to generate. What is left out has the server's default; see inference.proto for ranges.
 
@@ -45,6 +53,7 @@ class Options(TypedDict, total=False):
     echo: bool
     skip_special_tokens_off: bool
     cache_salt: str
+    retention: Retention
     return_ledger: bool
     return_token_ids: bool
     timeout: float

@@ -44,6 +44,7 @@ SERVICES = ("pdserve.v1.Prefill", "pdserve.v1.Decode", "pdserve.v1.KvSource", "p
 
 FEATURES = (
     "local", "reattach", "prompt_logprobs", "stream_reserve", "cancel_choices", "handover", "prefix_source",
+    "retention",
 )  # fmt: skip
 
 _log = structlog.get_logger("pdserve.worker")

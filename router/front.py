@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from protos.v1 import inference_pb2
 from router.codec import Codec, Message, Rendered
 from router.dispatch import Dispatcher
-from router.params import Limits, Params, check, check_prompt, clamp, sampling
+from router.params import Limits, Params, check, check_prompt, clamp, sampling, wire_retention
 from router.progress import LENGTH, Finish
 from router.request import Outcome, Reply, Work
 from router.stats import Stats
@@ -129,12 +129,13 @@ class Front:
         if call.timeout_s is not None:
             timeout = min(timeout, call.timeout_s)
         base = call.request_id or new_request_id()
+        salt = self.salts.of(call.tenant, params.cache_salt)
         return Work(
             request_id=f"{base}-{index}" if len(call.prompts) > 1 else base,
             tokens=tuple(tokens),
             params=params,
             sampling=sampling(params, self.codec.eos),
-            salt=self.salts.of(call.tenant, params.cache_salt),
+            salt=salt,
             deadline=arrived + timeout,
             arrived=arrived,
             tenant=call.tenant.name,
@@ -142,6 +143,7 @@ class Front:
             session=f"{call.tenant.name}/{call.session}" if call.session else "",
             priority=call.tenant.priority,
             scoring=scoring,
+            retention=wire_retention(params.retention, salt),
         )
 
     async def generate(self, prepared: Prepared, replies: Sequence[Reply]) -> list[Outcome]:

@@ -165,7 +165,7 @@ class HttpFace:
             model=model,
             field=name,
             traceparent=request.headers.get("traceparent", ""),
-            session=(request.headers.get(SESSION_HEADER, "") or user)[:MAX_LABEL],
+            session=(request.headers.get(SESSION_HEADER, "") or params.retention.session or user)[:MAX_LABEL],
             tenant=request[TENANT],
             request_id=request[REQUEST_ID],
         )

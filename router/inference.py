@@ -16,7 +16,7 @@ import grpc
 from protos.v1 import common_pb2, inference_pb2, inference_pb2_grpc, prefill_pb2
 from router import schema
 from router.front import Call, Chat, Front, Prompt
-from router.params import Params
+from router.params import Params, Retention
 from router.progress import Delta, Finish
 from router.request import Outcome
 from router.stats import Record
@@ -232,7 +232,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             model=request.model or None,
             field=name,
             traceparent=str(metadata.get("traceparent", "")),
-            session=str(metadata.get("x-session-id", ""))[:MAX_LABEL],
+            session=(str(metadata.get("x-session-id", "")) or request.retention.session)[:MAX_LABEL],
             timeout_s=context.time_remaining(),
             tenant=tenant,
             request_id=record.request_id,
@@ -261,6 +261,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if request.echo and request.WhichOneof("input") == "chat":
             raise InvalidRequest("echo is for prompts, not for chats", field="echo")
         schema.short("cache_salt", request.cache_salt)
+        hint = request.retention
         return Params(
             n=given("n", 1),
             temperature=given("temperature", base.temperature),
@@ -285,6 +286,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return_ledger=request.return_ledger,
             return_token_ids=True,
             cache_salt=request.cache_salt,
+            retention=Retention(hint.session, hint.priority, hint.ttl_ms),
             stream=True,
         )
 

@@ -5,6 +5,8 @@ Bounds come before anything is allocated or any worker hears of the request; eac
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import math
 import secrets
 from collections.abc import Mapping
@@ -21,6 +23,25 @@ MAX_COUNT = 1 << 31
 SEED_BITS = 63
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing by it would only overflow."""
+
+
+MAX_RETENTION_PRIORITY = 10
+"""A tenant orders its own entries among others': so far, not further."""
+
+MAX_TTL_MS = 24 * 3600 * 1000
+IN_MEMORY_TTL_MS = 3600 * 1000
+"""OpenAI's in_memory: at most one hour. Also for how long a raised priority lasts that names no time."""
+
+MAX_SESSION_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How this call would like its cache entries to be kept, see engine.retention. ttl_ms: 0 = no limit."""
+
+    session: str = ""
+    priority: int = 0
+    ttl_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +71,7 @@ class Params:
     return_ledger: bool = False
     return_token_ids: bool = False
     cache_salt: str = ""
+    retention: Retention = Retention()
     stream: bool = False
 
 
@@ -119,10 +141,28 @@ def check(params: Params, limits: Limits) -> None:
         if value is not None:
             _between(name, value, 0, limits.max_top_logprobs)
     _check_lists(params, limits)
+    _check_retention(params.retention)
     if params.max_tokens == 0 and params.n != 1:
         raise InvalidRequest("max_tokens 0 scores a prompt, once", field="n", limit="1")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidRequest("min_tokens is more than max_tokens", field="min_tokens", limit="<= max_tokens")
+
+
+def _check_retention(hint: Retention) -> None:
+    if len(hint.session) > MAX_SESSION_CHARS:
+        raise InvalidRequest(
+            "the session's name is too long", field="cache_retention.session", limit=f"{MAX_SESSION_CHARS} characters"
+        )
+    _between("cache_retention.priority", hint.priority, -MAX_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY)
+    _between("cache_retention.ttl_ms", hint.ttl_ms, 0, MAX_TTL_MS)
+
+
+def wire_retention(hint: Retention, salt: bytes) -> common_pb2.Retention:
+    """salt: the call's effective one, so that two tenants' sessions of one name are two, and a worker reads no name. A
+    raised priority ends with its time."""
+    session = hmac.new(salt, hint.session.encode(), hashlib.sha256).hexdigest() if hint.session else ""
+    ttl_ms = hint.ttl_ms or (IN_MEMORY_TTL_MS if hint.priority > 0 else 0)
+    return common_pb2.Retention(session=session, priority=hint.priority, ttl_ms=ttl_ms)
 
 
 def _check_lists(params: Params, limits: Limits) -> None:

@@ -94,6 +94,7 @@ class Passage(Seats):
             salt=work.salt,
             remaining_ms=self._remaining_ms(),
             traceparent=work.traceparent,
+            retention=work.retention,
         )
         if piece.first_sequence:  # the prompt's scores are there: asking again would only keep it from the cache
             request.sampling.prompt_logprobs = False

@@ -28,6 +28,7 @@ class Work:
     session: str = ""
     priority: int = 0
     scoring: bool = False
+    retention: common_pb2.Retention = field(default_factory=common_pb2.Retention)
 
     @property
     def most_tokens(self) -> int:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from router.codec import Message, plain_content
 from router.front import Chat, Prompt
-from router.params import Limits, Params
+from router.params import IN_MEMORY_TTL_MS, MAX_TTL_MS, Limits, Params, Retention
 from runtime.errors import InvalidRequest, Unsupported
 
 MAX_COMPLETION_LOGPROBS = 5
@@ -28,7 +28,7 @@ UNSUPPORTED = frozenset({
     "chat_template", "chat_template_kwargs", "documents", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "structured_outputs", "use_beam_search", "length_penalty", "bad_words", "allowed_token_ids",
     "logits_processors", "truncate_prompt_tokens", "mm_processor_kwargs", "continue_final_message", "priority",
-    "kv_transfer_params", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "vllm_xargs",
+    "kv_transfer_params", "safety_identifier", "vllm_xargs",
 })  # fmt: skip
 
 
@@ -42,6 +42,12 @@ class StreamOptions(_Body):
 
 class ResponseFormat(_Body):
     type: Literal["text"]
+
+
+class CacheRetention(_Body):
+    session: str = ""
+    priority: int = 0
+    ttl_ms: int = 0
 
 
 class _Generation(_Body):
@@ -72,6 +78,9 @@ class _Generation(_Body):
     response_format: ResponseFormat | None = None
     user: str = ""
     cache_salt: str = ""
+    prompt_cache_key: str = ""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    cache_retention: CacheRetention | None = None
     return_ledger: bool = False
     return_token_ids: bool = False
 
@@ -276,8 +285,24 @@ def params_of(body: ChatBody | CompletionBody, defaults: Params) -> Params:
         return_ledger=body.return_ledger,
         return_token_ids=body.return_token_ids,
         cache_salt=body.cache_salt,
+        retention=_retention(body),
         stream=body.stream,
     )
+
+
+def _retention(body: _Generation) -> Retention:
+    """OpenAI's two fields, or our one object; each value once."""
+    own = body.cache_retention or CacheRetention()
+    if body.prompt_cache_key and own.session:
+        raise InvalidRequest("prompt_cache_key and cache_retention.session are one thing", field="prompt_cache_key")
+    if body.prompt_cache_retention and own.ttl_ms:
+        raise InvalidRequest(
+            "prompt_cache_retention and cache_retention.ttl_ms are one thing", field="prompt_cache_retention"
+        )
+    short("prompt_cache_key", body.prompt_cache_key)
+    times = {"in_memory": IN_MEMORY_TTL_MS, "in-memory": IN_MEMORY_TTL_MS, "24h": MAX_TTL_MS}
+    ttl_ms = times[body.prompt_cache_retention] if body.prompt_cache_retention else own.ttl_ms
+    return Retention(body.prompt_cache_key or own.session, own.priority, ttl_ms)
 
 
 DEFAULT_COMPLETION_TOKENS = 16

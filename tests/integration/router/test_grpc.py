@@ -55,6 +55,19 @@ async def test_a_call_starts_streams_finishes_and_completes_once(pair: Site, stu
     await pair.quiet()
 
 
+async def test_hints_for_the_cache_are_passed_on_and_bounded(pair: Site, stub: Any) -> None:
+    hint = {"session": "talk", "priority": 4, "ttl_ms": 9000}
+    async with AsyncClient(pair.router.grpc) as client:
+        await client.generate("hi", max_tokens=2, retention=hint)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest) as refused:
+            await client.generate("hi", max_tokens=2, retention=hint | {"priority": 40})  # type: ignore[arg-type]
+    assert refused.value.field == "cache_retention.priority"
+    found = pair.worker("prefill").submitted[-1].work.retention
+    assert (found.priority, found.ttl_ms) == (4, 9000)
+    assert found.session
+    assert "talk" not in found.session
+
+
 async def test_the_python_client_works(pair: Site) -> None:
     async with AsyncClient(pair.router.grpc) as client:
         answer = await client.chat("hi", max_tokens=3)

@@ -198,6 +198,18 @@ async def test_tenants_have_salts_of_their_own(locked: Site) -> None:
     )
 
 
+async def test_hints_for_the_cache_reach_a_worker_under_the_tenants_salt(locked: Site) -> None:
+    async def sent(key: str, **fields: Any) -> Any:
+        body = {"prompt": "same", "max_tokens": 2, "prompt_cache_key": "talk"} | fields
+        status, _, _ = await locked.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"})
+        assert status == 200
+        return locked.worker("prefill").submitted[-1].work.retention
+
+    one = await sent("one", prompt_cache_retention="24h", cache_retention={"priority": -2})
+    assert (one.priority, one.ttl_ms) == (-2, 24 * 3600 * 1000)
+    assert one.session == (await sent("one")).session != (await sent("two")).session
+
+
 async def test_a_tenants_own_limit_is_429(locked: Site) -> None:
     status, body, headers = await locked.post(
         "/v1/completions", {"prompt": ["x", "y", "z"]}, headers={"Authorization": "Bearer one"}
