@@ -65,6 +65,8 @@ class _Tenant:
     running: int = 0
     bucket: float = 0.0
     bucket_at: float = 0.0
+    bucket_share: float = 1.0  # this router's part of the bucket
+    spent: int = 0  # charged to the bucket since take_spent()
     heap: list[tuple[float, int, Ask]] = field(default_factory=list)
     waiting: int = 0
 
@@ -122,7 +124,7 @@ class Admission:
             return QuotaExceeded(
                 "your tokens per second are used up",
                 limit=f"{limits.tokens_per_s:g} tokens/s",
-                retry_after_ms=max(int(1000 * missing / limits.tokens_per_s), 1),
+                retry_after_ms=max(int(1000 * missing / (limits.tokens_per_s * tenant.bucket_share)), 1),
             )
         if len(self._where) >= self._config.max_waiting:
             return Saturated(
@@ -143,6 +145,7 @@ class Admission:
         tenant, limits = self._tenant(ask.tenant), self._of(ask.tenant)
         if limits.tokens_per_s:
             tenant.bucket -= ask.tokens
+            tenant.spent += ask.tokens
         if not tenant.waiting:  # an idle tenant saves no credit
             tenant.served = max(tenant.served, self._floor)
         self._order += 1
@@ -225,6 +228,27 @@ class Admission:
         self._tenants[run[0]].running -= 1
         return True
 
+    # --- other routers ------------------------------------------------------------------------------------------
+
+    def take_spent(self) -> dict[str, int]:
+        """Tokens charged to buckets since the last call, by tenant."""
+        spent = {name: tenant.spent for name, tenant in self._tenants.items() if tenant.spent}
+        for name in spent:
+            self._tenants[name].spent = 0
+        return spent
+
+    def spent_elsewhere(self, name: str, tokens: int, now: float) -> None:
+        """Other routers have charged this tenant's bucket since the last call; at first, before it was filled up again:
+        nobody is refused for what a bucket that was full could not take. Never more than two buckets at once, whatever
+        they say."""
+        tenant, limits = self._tenant(name), self._of(name)
+        tenant.bucket -= min(tokens, 2 * max(limits.burst_tokens, 1.0))
+        self._bucket_missing(tenant, limits, 0, now)
+
+    def limit_to(self, name: str, share: float) -> None:
+        """From now on the bucket here is this share (0..1] of the tenant's."""
+        self._tenant(name).bucket_share = share
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _of(self, name: str) -> Limits:
@@ -261,8 +285,9 @@ class Admission:
         """Tokens the bucket lacks. A request larger than the whole bucket waits for a full one, and overdraws it."""
         if not limits.tokens_per_s:
             return 0.0
-        burst = max(limits.burst_tokens, 1.0)
-        tenant.bucket = min(burst, tenant.bucket + (now - tenant.bucket_at) * limits.tokens_per_s)
+        burst = max(limits.burst_tokens * tenant.bucket_share, 1.0)
+        rate = limits.tokens_per_s * tenant.bucket_share
+        tenant.bucket = min(burst, tenant.bucket + (now - tenant.bucket_at) * rate)
         tenant.bucket_at = now
         return min(float(tokens), burst) - tenant.bucket
 

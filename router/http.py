@@ -110,6 +110,7 @@ class HttpFace:
             chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
             params = schema.params_of(body, self._defaults)
             call = self._call(request, record, [chat], params, body.model, "messages", body.user)
+            await self._front.permits.gather(call.tenant, 1)
             with self._front.permits.hold(call.tenant, 1):
                 prepared = await self._front.prepare(call)
                 frame = self._frame("chatcmpl", call, body.include_usage)
@@ -125,6 +126,7 @@ class HttpFace:
             prompts = schema.prompts_of(body.prompt, self._front.limits)
             params = schema.params_of(body, self._defaults)
             call = self._call(request, record, prompts, params, body.model, "prompt", body.user)
+            await self._front.permits.gather(call.tenant, len(prompts))
             with self._front.permits.hold(call.tenant, len(prompts)):
                 prepared = await self._front.prepare(call)
                 pairs = zip(prompts, prepared.works, strict=True)

@@ -100,6 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         tenant = self._tenant(context)
         with front.stats.request(tenant.name, new_request_id()) as record:
             call = self._call(request, context, tenant, record)
+            await front.permits.gather(tenant, 1)
             with front.permits.hold(tenant, 1):
                 prepared = await front.prepare(call)
                 work = prepared.works[0]

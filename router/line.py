@@ -84,6 +84,17 @@ class Line:
         self._admission.used(request_id, prefill_s=prefill_s, moved=moved, token_seconds=token_seconds)
         self._admission.over(request_id)
 
+    # the tenants' token buckets, which routers share: see quotas
+
+    def take_spent(self) -> dict[str, int]:
+        return self._admission.take_spent()
+
+    def spent_elsewhere(self, tenant: str, tokens: int) -> None:
+        self._admission.spent_elsewhere(tenant, tokens, self._now())
+
+    def limit_to(self, tenant: str, share: float) -> None:
+        self._admission.limit_to(tenant, share)
+
     def _call_next(self) -> None:
         head = self._admission.head(self._now())
         if head is not None and head.request_id in self._turns:

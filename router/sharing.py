@@ -7,11 +7,15 @@ use what another one's requests left in a cache, and nothing would prove that a 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 
 import structlog
 
+from router.line import Line
 from router.planner import Planner
+from router.quotas import Quotas
 from router.shared_index import SharedIndex
+from router.tenants import Permits, Tenant
 from runtime.clock import Clock
 from runtime.config import Config
 from runtime.metrics import Metrics
@@ -35,7 +39,10 @@ class Sharing:
         metrics: Metrics,
     ) -> None:
         self.index: SharedIndex | None = None
-        if not is_redis(config.registry):
+        self.quotas: Quotas | None = None
+        self._parts = store, router_id, clock, metrics
+        self.active = is_redis(config.registry)
+        if not self.active:
             return
         if not config.cache_salt_secret:
             _log.warning("caches_not_shared", hint="routers of one deployment need the same cache_salt_secret")
@@ -44,10 +51,18 @@ class Sharing:
             self.index = SharedIndex(store, planner.index, namespace, secret, router_id, clock, metrics)
         planner.shared = self.index
 
+    def limit(self, tenants: Sequence[Tenant], permits: Permits, line: Line) -> None:
+        """Tenants' limits are those of all routers together."""
+        if self.active and any(tenant.max_inflight or tenant.tokens_per_s for tenant in tenants):
+            store, router_id, clock, metrics = self._parts
+            self.quotas = permits.shares = Quotas(store, router_id, tenants, line, clock, metrics)
+
     def start(self) -> None:
-        if self.index is not None:
-            self.index.start()
+        for part in (self.index, self.quotas):
+            if part is not None:
+                part.start()
 
     async def close(self) -> None:
-        if self.index is not None:
-            await self.index.close()
+        for part in (self.index, self.quotas):
+            if part is not None:
+                await part.close()

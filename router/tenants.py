@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -109,23 +109,43 @@ class Salts:
         return salt
 
 
+class Shares(Protocol):
+    """A tenant's limit over several routers: see quotas."""
+
+    def allowed(self, tenant: Tenant) -> int: ...
+
+    def uses(self, tenant: Tenant, count: int) -> None: ...
+
+    async def gather(self, tenant: Tenant, count: int) -> None: ...
+
+
 class Permits:
-    """Prompts in flight, in all and per tenant. hold() is the permit: it is returned on every way out."""
+    """Prompts in flight, in all and per tenant. hold() is the permit: it is returned on every way out.
+
+    shares: what other routers leave of a tenant's limit; None = this router is alone."""
 
     def __init__(self, max_inflight: int) -> None:
         self._max = max_inflight
         self._held: dict[str, int] = {}
         self._returned = asyncio.Event()
+        self.shares: Shares | None = None
 
     @property
     def inflight(self) -> int:
         return sum(self._held.values())
 
+    async def gather(self, tenant: Tenant, count: int) -> None:
+        """Before hold(): give other routers a moment to give back what they do not use, if it is needed here. Returns
+        at once, without letting others run, when it is not."""
+        if self.shares is not None and tenant.max_inflight:
+            await self.shares.gather(tenant, count)
+
     @contextmanager
     def hold(self, tenant: Tenant, count: int) -> Iterator[None]:
         """Raises QuotaExceeded (the tenant's limit) or Saturated (the router's)."""
         mine = self._held.get(tenant.name, 0)
-        if tenant.max_inflight and mine + count > tenant.max_inflight:
+        shared = self.shares if tenant.max_inflight else None
+        if tenant.max_inflight and mine + count > (shared.allowed(tenant) if shared else tenant.max_inflight):
             raise QuotaExceeded(
                 "your requests in flight are at their limit",
                 limit=f"{tenant.max_inflight} prompts",
@@ -134,10 +154,14 @@ class Permits:
         if self.inflight + count > self._max:
             raise Saturated("the router is at its limit", reason="overloaded", retry_after_ms=RETRY_AFTER_MS)
         self._held[tenant.name] = mine + count
+        if shared:
+            shared.uses(tenant, mine + count)
         try:
             yield
         finally:
             self._held[tenant.name] -= count
+            if shared:
+                shared.uses(tenant, self._held[tenant.name])
             if not self._held[tenant.name]:
                 del self._held[tenant.name]
             self._returned.set()

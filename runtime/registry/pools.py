@@ -84,7 +84,8 @@ class Pool:
         return json.dumps(table, separators=(",", ":")).encode()
 
     def claim(self, holder: str, wishes: Mapping[str, Wish], now_ms: int, ttl_ms: int) -> Claim:
-        """Replace everything `holder` has here. A slot it does not name, or wants nothing of, is given back."""
+        """Replace everything `holder` has here. A slot it does not name, or wants nothing of, is given back; ttl_ms 0:
+        the holder leaves."""
         alive = range(now_ms + 1, now_ms + MAX_TTL_MS + 1)
         self._holders = {name: at for name, at in self._holders.items() if at.expires_ms in alive and name != holder}
         room = len(self._holders) < MAX_HOLDERS
@@ -98,7 +99,7 @@ class Pool:
             shares[slot] = Share(held, others, short)
             if wish.want:
                 mine.slots[slot] = (held, wish.want)
-        if room:
+        if room and ttl_ms > 0:
             self._holders[holder] = mine
         return Claim(shares, len(self._holders))
 

@@ -28,7 +28,7 @@ from redis.exceptions import RedisError, WatchError
 
 from runtime.errors import InvalidRequest, RegistryUnavailable
 from runtime.metrics import Metrics
-from runtime.registry.pools import MAX_POOL_BYTES, Claim, Pool, Wish
+from runtime.registry.pools import MAX_POOL_BYTES, MAX_TTL_MS, Claim, Pool, Wish
 from runtime.registry.store import (
     MAX_READ_BYTES,
     MAX_RECORD_BYTES,
@@ -166,7 +166,7 @@ class RedisStore:
             return bytes(await self._redis.getrange(_log_key(log), start, start + MAX_READ_BYTES - 1))
 
     async def claim(self, pool: str, holder: str, wishes: Mapping[str, Wish], ttl_s: float) -> Claim:
-        key, ttl_ms = f"{_TAG}:pool:{pool}", max(1, int(ttl_s * 1000))
+        key, ttl_ms = f"{_TAG}:pool:{pool}", int(ttl_s * 1000)
         async with _answers():
             for _ in range(_ATTEMPTS):
                 async with self._redis.pipeline(transaction=True) as pipe:
@@ -175,18 +175,24 @@ class RedisStore:
                     seconds, micros = await pipe.time()
                     claim = table.claim(holder, wishes, 1000 * int(seconds) + int(micros) // 1000, ttl_ms)
                     pipe.multi()
-                    pipe.set(key, table.dumps(), px=ttl_ms)
+                    pipe.set(key, table.dumps(), px=MAX_TTL_MS)
                     if await _executed(pipe):
                         return claim
         raise RegistryUnavailable("the registry is too busy with this pool")
 
     async def add(self, deltas: Mapping[str, int], ttl_s: float) -> Mapping[str, int]:
-        async with _answers(), self._redis.pipeline(transaction=True) as pipe:
+        async with _answers(), self._redis.pipeline(transaction=False) as pipe:
             for name, delta in deltas.items():
-                pipe.incrby(f"{_TAG}:count:{name}", delta)
-                pipe.pexpire(f"{_TAG}:count:{name}", max(1, int(ttl_s * 1000)))
-            answers = await pipe.execute()
-        return {name: int(value) for name, value in zip(deltas, answers[::2], strict=True)}
+                pipe.incrby(_count_key(name), delta)
+                pipe.pexpire(_count_key(name), max(1, int(ttl_s * 1000)))
+            answers = dict(zip(deltas, (await pipe.execute(raise_on_error=False))[::2], strict=True))
+            broken = [name for name, value in answers.items() if _no_number(value)]
+            for name in broken:
+                self._ignored.labels("counter").inc()
+                pipe.delete(_count_key(name))
+            if broken:
+                await pipe.execute()
+        return {name: value for name, value in answers.items() if name not in broken}
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -265,6 +271,19 @@ def _mark_moved(pipe: Any) -> None:
 
 def _worker_key(worker_id: str) -> str:
     return f"{_TAG}:worker:{worker_id}"
+
+
+def _no_number(answer: int | Exception) -> bool:
+    """What stands there cannot be added to. Raises the answer when it is any other error."""
+    if not isinstance(answer, Exception):
+        return False
+    if any(text in str(answer) for text in ("not an integer", "overflow", "WRONGTYPE", "wrong kind")):
+        return True
+    raise answer
+
+
+def _count_key(counter: str) -> str:
+    return f"{_TAG}:count:{counter}"
 
 
 def _log_key(log: str) -> str:

@@ -75,7 +75,8 @@ class Store(Protocol):
         ...
 
     async def add(self, deltas: Mapping[str, int], ttl_s: float) -> Mapping[str, int]:
-        """Add to counters and return their values. Each is forgotten ttl_s after its last change."""
+        """Add to counters and return their values. Each is forgotten ttl_s after its last change. One whose value is
+        no number any more is left out, and begins anew."""
         ...
 
     async def close(self) -> None: ...

@@ -94,12 +94,19 @@ async def test_a_claim_that_never_ends_is_not_believed(store: RedisStore, raw: R
     assert (await store.claim("p", "h", {"t": Wish(3, 5)}, 10)).shares["t"].held == 3
 
 
-async def test_a_log_that_is_not_text_and_a_counter_that_is_no_number_are_outages(
-    store: RedisStore, raw: Redis
+@pytest.mark.parametrize("value", [b"many", str(2**63 - 1).encode()])
+async def test_a_counter_that_is_no_number_begins_anew_and_the_others_count(
+    store: RedisStore, raw: Redis, metrics: Metrics, value: bytes
 ) -> None:
+    await raw.set("{pdserve}:count:c", value)
+    assert await store.add({"c": 1, "d": 2}, 10) == {"d": 2}
+    assert ignored(metrics, "counter") == 1
+    assert await store.add({"c": 1, "d": 2}, 10) == {"c": 1, "d": 4}
+
+
+async def test_a_log_that_is_no_text_is_an_outage(store: RedisStore, raw: Redis) -> None:
     await raw.rpush("{pdserve}:log:l", b"x")
-    await raw.set("{pdserve}:count:c", b"many")
-    for call in (store.read_log("l", 0), store.append_logs({"l": b"1"}, 1), store.add({"c": 1}, 1)):
+    for call in (store.read_log("l", 0), store.append_logs({"l": b"1"}, 1)):
         with pytest.raises(RegistryUnavailable):
             await call
 
@@ -124,14 +131,17 @@ async def test_the_id_of_an_expired_worker_leaves_the_index(store: RedisStore, r
 
 async def test_a_full_server_is_an_outage(store: RedisStore, raw: Redis) -> None:
     """Public report T162 (LMCache/LMCache#779)."""
+    await store.add({"c": 1}, 10)
     before = (await raw.config_get("maxmemory"))["maxmemory"] or "0"
     await raw.config_set("maxmemory", 1)
     try:
-        with pytest.raises(RegistryUnavailable):
-            await store.put(GOOD, 10)
+        for call in (store.put(GOOD, 10), store.add({"c": 1}, 10), store.claim("p", "h", {}, 10)):
+            with pytest.raises(RegistryUnavailable):
+                await call
     finally:
         await raw.config_set("maxmemory", before)
     await store.put(GOOD, 10)
+    assert await store.add({"c": 1}, 10) == {"c": 2}, "what was counted before is still there"
 
 
 async def test_a_server_that_wants_a_password_is_an_outage(own_redis: RedisServer, metrics: Metrics) -> None:

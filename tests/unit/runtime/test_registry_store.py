@@ -221,6 +221,13 @@ async def test_the_share_of_a_holder_that_died_is_free_after_its_time(under: Und
     assert (await under.store.claim("p", "b", wish(10), 10)).shares["t"] == Share(10)
 
 
+async def test_a_holder_that_leaves_counts_no_more(under: Under) -> None:
+    await under.store.claim("p", "a", wish(10), 10)
+    await under.store.claim("p", "a", {}, 0)
+    claim = await under.store.claim("p", "b", wish(10), 10)
+    assert (claim.shares["t"].held, claim.holders) == (10, 1)
+
+
 async def test_claims_at_once_do_not_lose_each_other(under: Under) -> None:
     claims = await asyncio.gather(*(under.store.claim("p", f"h{i}", wish(1, 3), 10) for i in range(4)))
     assert sorted(claim.shares["t"].held for claim in claims) == [0, 1, 1, 1]
