@@ -35,6 +35,7 @@ SCRAPE_TIMEOUT_S = 2.0
 GOODBYE_S = 2.0
 
 _WIRE = {name: role for role, name in ROLES.items()}
+_WORDS = {"role": "to"}  # in every line of the log, `role` is the process's own
 _log = structlog.get_logger("pdserve.controller")
 
 
@@ -145,7 +146,7 @@ class Controller:
 
 
 def _facts(action: Action) -> dict[str, object]:
-    return {one.name: getattr(action, one.name) for one in fields(action)}
+    return {_WORDS.get(one.name, one.name): getattr(action, one.name) for one in fields(action)}
 
 
 def _scrape(address: str) -> Sample:

@@ -12,6 +12,9 @@ from runtime.config import Config, RoleName
 Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, Pool] = ("prefill", "decode")
 
+CEILING = 2.0
+"""A pressure above this is not worse: the smoothed one must come down again when the load has gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -144,6 +147,7 @@ class Gauge:
     cold_since: float | None = None
 
     def feed(self, raw: float, now: float, elapsed_s: float, rules: Rules) -> None:
+        raw = min(raw, CEILING)
         weight = 1 - math.exp(-elapsed_s / (rules.dwell_s / 2))
         self.value = raw if self.value is None else self.value + weight * (raw - self.value)
         hot, cold = self.value >= rules.high, self.value <= rules.low

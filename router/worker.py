@@ -152,7 +152,15 @@ class Worker:
 
     @property
     def role(self) -> Role | None:
-        return ROLES.get(self.record.role)
+        """What it can be asked for now: of a worker that does both, what its streams are there for. So one that takes
+        on a second role does not miss from its first while the new stream is being opened."""
+        role = ROLES.get(self.record.role)
+        if role is not Role.BOTH:
+            return role
+        prefills, decodes = (link is not None and link.connected.is_set() for link in (self.prefill, self.decode))
+        if prefills == decodes:
+            return role
+        return Role.PREFILL if prefills else Role.DECODE
 
     def can(self, feature: str) -> bool:
         """Whether it named the feature in Describe."""
@@ -173,7 +181,7 @@ class Worker:
         self.facts = facts
         self.group = layout_group(facts.layout)
         self.has_slots = any(not part.paged for part in facts.layout.components)
-        role = self.role
+        role = ROLES.get(self.record.role)
         if role is not Role.DECODE and self.prefill is None:
             self.prefill = self._link(self._prefill_service, facts.epoch)
         if role is not Role.PREFILL and self.decode is None:

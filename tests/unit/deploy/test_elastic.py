@@ -100,7 +100,7 @@ def test_a_role_gets_no_more_than_its_maximum() -> None:
 
 
 def test_when_both_pools_are_hot_one_more_is_asked_for_up_to_the_maximum() -> None:
-    lab = Lab(rules(TWO_BY_TWO, Bounds(1, 3), Bounds(1, 4)), work=(5.0, 6.0)).run(600)
+    lab = Lab(rules(TWO_BY_TWO, Bounds(1, 3), Bounds(1, 4)), work=(3.0, 3.6)).run(600)
     assert lab.roles == {"decode": 4, "prefill": 3}
     assert [action for _, action in lab.done] == [Add("decode"), Add("prefill"), Add("decode")]
 
