@@ -84,6 +84,9 @@ def _tier(tier: common_pb2.TierLoad) -> dict[str, Any]:
         "pages_published": tier.pages_published,
         "pages_held": tier.pages_held,
         "hit_pages": tier.hit_pages,
+        "states_total": tier.states_total,
+        "states_published": tier.states_published,
+        "hit_states": tier.hit_states,
         "bytes_down": tier.bytes_down,
         "bytes_up": tier.bytes_up,
         "down_bytes_per_s": tier.bytes_down / tier.seconds_down if tier.seconds_down else None,
@@ -95,9 +98,11 @@ def _tier(tier: common_pb2.TierLoad) -> dict[str, Any]:
 
 
 def _tiers_line(one: dict[str, Any]) -> str:
-    parts = [
-        f"{t['tier']} {t['pages_published']}/{t['pages_total']} pages, {t['hit_pages']} hits" for t in one["tiers"]
-    ]
+    parts = []
+    for t in one["tiers"]:
+        states = f", {t['states_published']}/{t['states_total']} states, {t['hit_states']} hits"
+        pages = f"{t['tier']} {t['pages_published']}/{t['pages_total']} pages, {t['hit_pages']} hits"
+        parts.append(pages + (states if t["states_total"] else ""))
     swapped = f", {one['swapped']} requests swapped out" if one["swapped"] else ""
     return f"{one['worker']}: " + "; ".join(parts) + swapped
 

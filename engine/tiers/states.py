@@ -50,13 +50,14 @@ class HostStates:
         self._host, self._cache, self._order = host, cache, order
         self._by_key: dict[bytes, list[HostState]] = {}
         self._by_page: dict[int, HostState] = {}
-        self._used = 0
+        self._used = self._count = 0
         self._rank = rank
         slots.set_evictor(lambda _: self.drop(self._victim()))
         host.set_dependents(self._page_wanted)
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_key.values()))
+        """From any thread."""
+        return self._count
 
     def has(self, key: bytes, tail: tuple[int, ...]) -> bool:
         return any(state.tail == tail for state in self._by_key.get(key, ()))
@@ -88,6 +89,7 @@ class HostStates:
             return False
         state.used = self._used
         self._by_key.setdefault(state.key, []).append(state)
+        self._count += 1
         self.slots.keep(state.slot)
         if state.page:
             self._by_page[state.page] = state
@@ -102,6 +104,7 @@ class HostStates:
         if state not in found:
             return
         found.remove(state)
+        self._count -= 1
         if not found:
             del self._by_key[state.key]
         self.slots.unkeep(state.slot)
@@ -127,6 +130,7 @@ class HostStates:
             assert not state.page or self._by_page[state.page] is state
             assert state.slot_sums, "published before it was written"
             assert not state.page or state.page_sums, "published before it was written"
+        assert len(states) == self._count
         assert len(self._by_page) == sum(bool(state.page) for state in states)
 
     # --- inside -------------------------------------------------------------------------------------------------

@@ -409,7 +409,7 @@ class Tiers:
         """One for each tier, from any thread."""
         host = TierReport.of("host", self.host.pool, len(self.host), self.counts)
         states = self.host_slots
-        found = [replace(host, states_total=states.total, states_published=states.cached)]
+        found = [replace(host, states_total=states.total, states_published=len(self.states))]
         if self.disk is not None:
             found.append(TierReport.of("disk", self.disk.index.pool, len(self.disk.index), self.counts))
         return found

@@ -891,6 +891,9 @@ class TierLoad(_message.Message):
     SWAPPED_OUT_FIELD_NUMBER: _builtins.int
     SWAPPED_IN_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
+    STATES_TOTAL_FIELD_NUMBER: _builtins.int
+    STATES_PUBLISHED_FIELD_NUMBER: _builtins.int
+    HIT_STATES_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
     """"host", "disk" """
     pages_total: _builtins.int
@@ -909,6 +912,12 @@ class TierLoad(_message.Message):
     swapped_in: _builtins.int
     faults: _builtins.int
     """copies that failed and pages whose checksum did not agree, over all tiers"""
+    states_total: _builtins.int
+    """recurrent states: room for so many, those of swapped requests included; host only"""
+    states_published: _builtins.int
+    """named, whoever reads them"""
+    hit_states: _builtins.int
+    """come up because a prompt asked for them"""
     def __init__(
         self,
         *,
@@ -924,10 +933,13 @@ class TierLoad(_message.Message):
         swapped_out: _builtins.int = ...,
         swapped_in: _builtins.int = ...,
         faults: _builtins.int = ...,
+        states_total: _builtins.int = ...,
+        states_published: _builtins.int = ...,
+        hit_states: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "faults", b"faults", "hit_pages", b"hit_pages", "pages_held", b"pages_held", "pages_published", b"pages_published", "pages_total", b"pages_total", "seconds_down", b"seconds_down", "seconds_up", b"seconds_up", "swapped_in", b"swapped_in", "swapped_out", b"swapped_out", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "faults", b"faults", "hit_pages", b"hit_pages", "hit_states", b"hit_states", "pages_held", b"pages_held", "pages_published", b"pages_published", "pages_total", b"pages_total", "seconds_down", b"seconds_down", "seconds_up", b"seconds_up", "states_published", b"states_published", "states_total", b"states_total", "swapped_in", b"swapped_in", "swapped_out", b"swapped_out", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
