@@ -39,6 +39,7 @@ class Passage(Seats):
         self.over = False
         self._avoid = avoid
         self._source: Worker | None = None  # where the prompt is computed
+        self._fetch_from = ""  # the worker whose cache has its beginning
         self._ticket: prefill_pb2.TicketIssued | None = None
         self._first_seen = False  # the first token of every choice is there
         self._handed_over = False
@@ -77,8 +78,9 @@ class Passage(Seats):
         self._source = self.prefill.worker if self.prefill is not None else self.decode.worker
         self.owner.ledger.placed(self._source.id, self.decode.worker.id)
         if isinstance(self.prefill, PrefillLeg):
-            self.prefill.submit(self._wire(self.prefill.ref))
-        self.decode.submit(self._wire(self.decode.ref), local=self.local)
+            self.prefill.submit(self._fetching(self._wire(self.prefill.ref)))
+        work = self._wire(self.decode.ref)
+        self.decode.submit(self._fetching(work) if self.local else work, local=self.local)
         self.moved_at = self._sent_at = self._now()
         self.owner.moved(self)
 
@@ -99,6 +101,14 @@ class Passage(Seats):
         if piece.first_sequence:  # the prompt's scores are there: asking again would only keep it from the cache
             request.sampling.prompt_logprobs = False
         return request
+
+    def _fetching(self, work: common_pb2.WorkRequest) -> common_pb2.WorkRequest:
+        """With the place where the prompt's beginning is to be brought from first. Whose scores are wanted is run."""
+        source = self._prefix_source(self._source) if self._source is not None else None
+        if source is not None and not work.sampling.prompt_logprobs:
+            work.prefix_source.CopyFrom(source)
+            self._fetch_from = source.worker_id
+        return work
 
     def prefill_event(self, leg: PrefillLeg, kind: str, body: Any) -> None:
         if leg is not self.prefill:
@@ -141,8 +151,8 @@ class Passage(Seats):
         self.flush()
         if self._handed_over and not self.over:
             leg.over()
-
         self._let_go()
+
     def decode_event(self, leg: DecodeLeg, kind: str, body: Any) -> None:
         if leg is not self.decode:
             return  # a superseded attempt
@@ -152,10 +162,10 @@ class Passage(Seats):
             self.owner.prompt_logprobs(body.offset, body.entries)
         elif kind == "handoff":
             self._confirmed(body)
-        elif kind == "failed":
         elif kind == "handed_over":
             self._leaving.append(body)
             self._let_go()
+        elif kind == "failed":
             leg.over()
             error = errors.from_detail(body.error)
             self._decode_failed(leg, KvLost(error.message, reason=error.reason) if body.kv_lost else error, lost=False)
@@ -197,14 +207,13 @@ class Passage(Seats):
                 self._learn(leg.worker.id, tokens.times)
             said = tokens.first_sequence + len(tokens.tokens) - self.piece.first_sequence
             self.shared.planner.decoded(leg.worker.id, len(self.piece.tokens), said, tokens.times)
-        if len(self._ended) >= len(self.piece.choices):
         self._all_ended(leg)
 
     def _all_ended(self, leg: DecodeLeg) -> None:
+        if len(self._ended) >= len(self.piece.choices):
             self._heard(leg, None)
             leg.over()
 
-    def _accept(
     def _let_go(self) -> None:
         """Choices that have left their worker: their owner takes them on, after everything they said here."""
         if not (self.local or self._first_seen) or not self._leaving or not self._caught_up():
@@ -225,6 +234,7 @@ class Passage(Seats):
                 self._fail(self.decode, error, lost=False)
                 return
 
+    def _accept(
         self,
         choice: int,
         sequence: int,
@@ -253,8 +263,10 @@ class Passage(Seats):
         """What was predicted of the prompt, and what it took since it was sent."""
         planner = self.shared.planner
         predicted = self.plan.placement.forecast.ttft_s if self.plan is not None else 0.0
-        took = self._now() - self._sent_at if not self.local else times.queue_s + times.prefill_s
+        took = self._now() - self._sent_at if not self.local else times.fetch_s + times.queue_s + times.prefill_s
         planner.prefilled(worker, len(self.piece.tokens), times, predicted, took)
+        if self._fetch_from:
+            planner.fetched(self._fetch_from, worker, times)
 
     def flush(self) -> None:
         """Everything held back, tokens of a choice that follow each other as one."""
@@ -407,8 +419,8 @@ class Passage(Seats):
         """Give back everything. Idempotent."""
         self.over = True
         self._held.clear()
-        self.shared.pressure.drop(self._beat)
         self._stay()
+        self.shared.pressure.drop(self._beat)
         if self._replacing is not None:
             self._replacing.cancel()
         for leg in (self.prefill, self.decode):
