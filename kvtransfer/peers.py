@@ -7,6 +7,7 @@ reader gives up before the source does, whatever the network did in between.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -164,6 +165,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._meeting: Counter[str] = Counter()  # agents that a handshake is about to make known
 
     async def get(self, address: str, timeout: float) -> Peer:
         """The peer at `address`. Raises LayoutMismatch, WorkerLost, TransferFailed, DeadlineExceeded."""
@@ -179,7 +181,7 @@ class Peers:
                 raise
             self._peers[address] = fresh
             for known in list(self._peers.values()):
-                if known.worker_id == fresh.worker_id and known is not fresh:
+                if known.worker_id == fresh.worker_id and known.epoch < fresh.epoch:
                     await self.drop(known)  # restarted at another address
             return fresh
 
@@ -208,9 +210,7 @@ class Peers:
         peer.dropped = True
         self._retire(peer)
         await peer.leases.close()
-        for agent in peer.agents:
-            for rank in self._me.ranks:
-                await rank.transport.disconnect(agent.name)
+        await self._disconnect(peer.agents)
 
     def _retire(self, peer: Peer) -> None:
         if peer.dropped and not peer.users:
@@ -234,15 +234,32 @@ class Peers:
         require_ranks(theirs, ranks)
         plan = Plan.make(self._me.layout, theirs, ranks)
         agents = tuple(Agent(r.agent_name, r.agent_metadata) for r in ranks)
-        await self._connect(reply.worker_id, reply.epoch, agents)
+        await self._meet(reply.worker_id, reply.epoch, agents)
         leases = LeaseKeeper(stub, self._me, reply.epoch, self._clock, self._margin_s)
         return Peer(address, reply.worker_id, reply.epoch, agents, plan, channel, stub, leases)
 
-    async def _connect(self, worker_id: str, epoch: int, agents: Sequence[Agent]) -> None:
-        for index, agent in enumerate(agents):
-            incarnation = Incarnation(worker_id, index, epoch)
+    async def _meet(self, worker_id: str, epoch: int, agents: Sequence[Agent]) -> None:
+        """Make the agents known to every transport, or, when that fails or is cancelled, to none in the end."""
+        names = [agent.name for agent in agents]
+        self._meeting.update(names)
+        try:
+            for index, agent in enumerate(agents):
+                for rank in self._me.ranks:
+                    await rank.transport.connect(Incarnation(worker_id, index, epoch), agent)
+        except BaseException:
+            self._keep(asyncio.create_task(self._disconnect(agents)))
+            raise
+        finally:
+            self._meeting.subtract(names)  # from here on the peer is known, without a pause between
+
+    async def _disconnect(self, agents: Sequence[Agent]) -> None:
+        """Forget agents, but for those of a peer that is known, or is being met, maybe by another address. A transport
+        does as it is told in order, and keeps an agent while reads from it are in progress."""
+        for agent in agents:
             for rank in self._me.ranks:
-                await rank.transport.connect(incarnation, agent)
+                known = any(agent.name == a.name for peer in self._peers.values() for a in peer.agents)
+                if not known and not self._meeting[agent.name]:
+                    await rank.transport.disconnect(agent.name)
 
     def _hello(self) -> pb.HandshakeRequest:
         """Names only: a source has no use for its readers' memory, so it never learns where that is."""
