@@ -15,7 +15,7 @@ import orjson
 import structlog
 from aiohttp import web
 
-from router import replies, schema, shapes
+from router import answer, entity, replies, schema, shapes
 from router.cors import Cors
 from router.front import Call, Front, Prepared
 from router.params import Params
@@ -36,7 +36,6 @@ LABEL_HEADER = "x-request-id"
 SESSION_HEADER = "x-session-id"
 REASON_HEADER = "x-pd-reason"
 MAX_LABEL = 128
-BODY_TIMEOUT_S = 60.0
 
 _log = structlog.get_logger("pdserve.router.http")
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -106,7 +105,7 @@ class HttpFace:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
-            body = schema.parse(await _body(request), schema.ChatBody)
+            body = await self._parsed(request, schema.ChatBody)
             chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
             params = schema.params_of(body, self._defaults)
             call = self._call(request, record, [chat], params, body.model, "messages", body.user)
@@ -118,11 +117,11 @@ class HttpFace:
                     return await self._stream(request, record, prepared, frame, ChatStream)
                 collected = Collected(params.n)
                 record.completed(await self._front.generate(prepared, [collected]))
-                return _json(replies.chat_body(frame, collected, record.outcomes))
+                return self._answer(request, replies.chat_body(frame, collected, record.outcomes))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
-            body = schema.parse(await _body(request), schema.CompletionBody)
+            body = await self._parsed(request, schema.CompletionBody)
             prompts = schema.prompts_of(body.prompt, self._front.limits)
             params = schema.params_of(body, self._defaults)
             call = self._call(request, record, prompts, params, body.model, "prompt", body.user)
@@ -136,7 +135,7 @@ class HttpFace:
                     return await self._stream(request, record, prepared, frame, CompletionStream, echoes)
                 collected = [Collected(params.n) for _ in prepared.works]
                 record.completed(await self._front.generate(prepared, collected))
-                return _json(replies.completion_body(frame, collected, echoes, record.outcomes))
+                return self._answer(request, replies.completion_body(frame, collected, echoes, record.outcomes))
 
     async def _echo(self, prompt: Any, tokens: Sequence[int], params: Params) -> EchoedPrompt:
         if not params.echo:
@@ -171,6 +170,15 @@ class HttpFace:
             tenant=request[TENANT],
             request_id=request[REQUEST_ID],
         )
+
+    async def _parsed(self, request: web.Request, kind: type[schema.B]) -> schema.B:
+        return schema.parse(await entity.read(request, self._front.config.max_body_bytes), kind)
+
+    def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not answer.plain(request):
+            return _json(body)
+        headers = {LABEL_HEADER: request[REQUEST_ID]} | self._cors.answer(request.headers)
+        return answer.Whole(request, orjson.dumps(body), headers)
 
     def _frame(self, prefix: str, call: Call, include_usage: bool) -> Frame:
         return Frame(
@@ -239,14 +247,14 @@ class HttpFace:
     # text and tokens
 
     async def render_chat(self, request: web.Request) -> web.Response:
-        body = schema.parse(await _body(request), schema.RenderChatBody)
+        body = await self._parsed(request, schema.RenderChatBody)
         self._front.check_model(body.model)
         chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
         rendered = await self._front.render(chat)
         return _json({"model": self._front.model, "prompt": rendered.text, "token_ids": rendered.tokens})
 
     async def render_completion(self, request: web.Request) -> web.Response:
-        body = schema.parse(await _body(request), schema.RenderCompletionBody)
+        body = await self._parsed(request, schema.RenderCompletionBody)
         self._front.check_model(body.model)
         prompts = schema.prompts_of(body.prompt, self._front.limits)
         tokens = [await self._front.tokens(prompt, "prompt") for prompt in prompts]
@@ -260,13 +268,13 @@ class HttpFace:
         return _json({"text": await self._derendered(request)})
 
     async def _derendered(self, request: web.Request) -> str:
-        body = schema.parse(await _body(request), schema.DerenderBody)
+        body = await self._parsed(request, schema.DerenderBody)
         self._front.check_model(body.model)
         return await self._text("token_ids", body.token_ids, skip=body.skip_special_tokens)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         front = self._front
-        body = schema.parse(await _body(request), schema.TokenizeBody)
+        body = await self._parsed(request, schema.TokenizeBody)
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
@@ -281,7 +289,7 @@ class HttpFace:
         return _json(answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        body = schema.parse(await _body(request), schema.DetokenizeBody)
+        body = await self._parsed(request, schema.DetokenizeBody)
         self._front.check_model(body.model)
         return _json({"prompt": await self._text("tokens", body.tokens, skip=body.skip_special_tokens)})
 
@@ -357,27 +365,9 @@ class HttpFace:
             response.headers["WWW-Authenticate"] = "Bearer"
         if allow:
             response.headers["Allow"] = allow
+        if error.reason == entity.MALFORMED:  # nobody can tell where the next request begins
+            response.force_close()
         return response
-
-
-async def _body(request: web.Request) -> bytes:
-    """Raises aiohttp's 413 while reading, InvalidRequest when the body does not come or is packed: what stops in the
-    middle could not be told from a whole body once the server library has unpacked it."""
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.strip().lower() not in ("", "identity"):
-        raise InvalidRequest(
-            "the body must not be compressed",
-            reason="unsupported_media_type",
-            field="Content-Encoding",
-            limit="identity",
-        )
-    if request.content.is_eof():  # it is here already, as for most
-        return await request.read()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
-    except TimeoutError as exc:
-        raise InvalidRequest("the body did not come in time", reason="request_timeout", field="body") from exc
 
 
 async def _ended(run: asyncio.Task[list[Outcome]]) -> None:

@@ -247,7 +247,7 @@ class CompletionStream(_Stream):
 
 
 def write_end(frame: Frame, kind: str, sink: Sink, outcomes: Sequence[Outcome]) -> None:
-    """The last events of a stream that went well: usage and ledger where asked for, then [DONE]."""
+    """The last events of a stream that went well: usage and ledger where asked for, then [DONE]. Sent by finish()."""
     last: dict[str, Any] = {
         "id": frame.id,
         "object": kind,
@@ -262,4 +262,3 @@ def write_end(frame: Frame, kind: str, sink: Sink, outcomes: Sequence[Outcome]) 
     if frame.include_usage or frame.params.return_ledger:
         sink.write(b"data: " + orjson.dumps(last) + b"\n\n")
     sink.write(DONE)
-    sink.flush()

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 from aiohttp import http_exceptions, web
+from aiohttp.http import RawRequestMessage
 
 from router.shapes import error_body
 from runtime.errors import InvalidRequest
@@ -21,12 +22,30 @@ Handler = Callable[[Any], Awaitable[web.StreamResponse]]
 HEADER_TIMEOUT_S = 75.0
 MAX_HEADER_BYTES = 16 << 10
 MAX_LINE_BYTES = 8 << 10
+MALFORMED = "malformed_request"
+
+
+class BrokenBody(Exception):
+    """The rest of the body is not HTTP. For whoever reads it."""
 
 
 class Protocol(web.RequestHandler):
-    """One connection."""
+    """One connection. broken: what came last is not HTTP."""
 
-    __slots__ = ()
+    __slots__ = ("broken",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.broken = False
+
+    def data_received(self, data: bytes) -> None:
+        """aiohttp takes a body that turns bad for the next request: the handler that waits for it would never hear."""
+        super().data_received(data)
+        if self._messages and type(self._messages[-1][0]) is not RawRequestMessage:
+            self.broken = True
+            if self._current_request is not None and not self._current_request.content.is_eof():
+                self._current_request.content.set_exception(BrokenBody())
+                self._current_request.content.feed_eof()
 
     def handle_error(
         self,
@@ -37,7 +56,7 @@ class Protocol(web.RequestHandler):
     ) -> web.StreamResponse:
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun already")
-        error = InvalidRequest("the request is malformed", reason="malformed_request")
+        error = InvalidRequest("the request is malformed", reason=MALFORMED)
         if isinstance(exc, http_exceptions.LineTooLong):
             status = 431
             error = InvalidRequest("a header is too long", reason="header_too_large", limit=f"{MAX_HEADER_BYTES} bytes")

@@ -13,13 +13,15 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from router import answer
+
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+LAST_CHUNK = b"0\r\n\r\n"
 HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
-    "Server": "pdserve",
 }
 
 
@@ -36,6 +38,8 @@ class Sink:
         self._frames: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._response: web.StreamResponse | None = None
+        self._head = b""  # not sent yet
+        self._tail = b""  # sent with the last frames
         self._chunked = True
         self._cut = False
         self._ended = False
@@ -73,9 +77,7 @@ class Sink:
         if self._transport is None:
             self.want()
             return
-        frames = b"".join(self._frames)
-        self._frames.clear()
-        self._put(frames)
+        self._send()
 
     def comment(self) -> None:
         self.write(COMMENT)
@@ -83,7 +85,14 @@ class Sink:
 
     async def open(self, request: web.Request, headers: dict[str, str]) -> None:
         """Send the head and what waits. Raises ConnectionError when the client is gone."""
-        response = web.StreamResponse(headers=HEADERS | headers)
+        headers = HEADERS | headers
+        if answer.plain(request):
+            self._transport = answer.transport_of(request)
+            self._response = answer.Written(request)
+            self._head = answer.head(EVENT_STREAM, headers) + b"Transfer-Encoding: chunked\r\n\r\n"
+            self._send()
+            return
+        response = web.StreamResponse(headers=headers | {"Content-Type": EVENT_STREAM, "Server": "pdserve"})
         self._chunked = request.version >= (1, 1)
         if self._chunked:
             response.enable_chunked_encoding()
@@ -100,19 +109,28 @@ class Sink:
     async def finish(self) -> web.StreamResponse:
         """End the response after what waits. Called once, after open()."""
         assert self._response is not None
-        self.flush()
+        if isinstance(self._response, answer.Written):
+            self._tail = LAST_CHUNK
+            self._send()
+        else:
+            self.flush()
         self._ended = True
         if not self._cut:
             await self._response.write_eof()
         return self._response
 
-    def _put(self, data: bytes) -> None:
+    def _send(self) -> None:
+        data = b"".join(self._frames)
+        self._frames.clear()
         transport = self._transport
         if transport is None or self._cut or transport.is_closing():
             return
         self.wrote_at = self._loop.time()
-        if self._chunked:
+        if self._chunked and data:
             data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._head or self._tail:
+            data = self._head + data + self._tail
+            self._head = b""
         transport.write(data)
         if transport.get_write_buffer_size() > self._limit:
             self._cut = True

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.integration.router.scripted import ScriptedWorker, Site, config, site
+from tests.integration.router.scripted import ScriptedWorker, Site, config, site, until
 
 
 @pytest.fixture
@@ -314,3 +314,78 @@ async def test_without_origins_configured_no_page_may_read(pair: Site) -> None:
     async with pair.http.post("/v1/completions", json=body, headers={"Origin": "https://page.example"}) as response:
         assert response.status == 200
         assert "Access-Control-Allow-Origin" not in response.headers
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+async def test_a_chunked_body_that_turns_bad_in_a_later_packet_is_answered_at_once(pair: Site) -> None:
+    host, _, port = pair.router.http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(HEAD + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"pro\r\n')
+    await until(lambda: pair.router.metrics.value("pdserve_requests_inflight") == 1)  # its handler waits for the rest
+
+    writer.write(b"this is no chunk\r\n")
+    async with asyncio.timeout(5):
+        answer = await reader.read()  # to the end: the connection cannot go on
+
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"malformed_request" in answer
+    assert all(worker.reserved == [] for worker in pair.workers)
+
+
+async def test_a_client_that_closes_its_half_is_taken_for_gone() -> None:
+    """A FIN is all one sees of a client that has gone, too; work for nobody costs more than this answer."""
+    prefill, decode = ScriptedWorker("prefill"), ScriptedWorker("decode")
+    never = asyncio.Event()
+
+    async def waits(leg: Any) -> None:
+        await never.wait()
+
+    prefill.prefill = waits
+    async with site(prefill, decode) as made:
+        host, _, port = made.router.http.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"prompt": "abc", "max_tokens": 4}'
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        await until(lambda: bool(prefill.held()))
+
+        writer.write_eof()
+
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        await until(lambda: not prefill.held() and not decode.held())
+        writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_is_the_same_whoever_writes_its_head(pair: Site, stream: bool) -> None:
+    """A connection that goes on has its answer written by us, one that ends by the server library."""
+    body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": stream}).encode()
+    sent = HEAD + b"Content-Length: %d\r\n" % len(body)
+    host, _, port = pair.router.http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+
+    heads: list[dict[str, str]] = []
+    for last in (b"", b"Connection: close\r\n"):
+        writer.write(sent + last + b"\r\n" + body)
+        async with asyncio.timeout(5):
+            head = await reader.readuntil(b"\r\n\r\n")
+            if stream:
+                text = await reader.readuntil(b"0\r\n\r\n")
+                assert text.count(b"data: [DONE]") == 1
+            else:
+                found = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
+                text = await reader.readexactly(int(found["Content-Length"]))
+                assert json.loads(text)["choices"][0]["text"] == "abc"
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        heads.append(dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:] if line))
+    assert await reader.read() == b""
+    writer.close()
+    kept, ended = heads
+    assert ended.pop("connection") == "close"
+    assert kept.keys() == ended.keys()
+    differ = {name for name in kept if kept[name] != ended[name]}
+    assert differ <= {"date", "x-request-id"}

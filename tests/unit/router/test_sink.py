@@ -122,6 +122,7 @@ async def test_every_chunk_is_json_that_says_what_it_should(usage: bool) -> None
     stream.finished(Finish(0, LENGTH))
     stream.step()
     write_end(frame, "chat.completion.chunk", client.sink, [outcome])
+    client.sink.flush()
 
     data = b"".join(client.transport.writes)
     events = [part for part in data.split(b"\n\n") if b"data: " in part]
