@@ -9,7 +9,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from kvtransfer.mapping import owned_units
 from kvtransfer.types import Component, Layout, Region
@@ -58,7 +59,7 @@ def layout_to_proto(layout: Layout) -> pb.Layout:
         version=layout.version,
         page_tokens=layout.page_tokens,
         chunk_tokens=layout.chunk_tokens,
-        components=[_component_to_proto(c) for c in layout.components],
+        components=[pb.Component(**_alike(Component, c)) for c in layout.components],
         model_fingerprint=layout.model_fingerprint,
         tp=layout.tp,
         pp=layout.pp,
@@ -71,7 +72,7 @@ def layout_to_proto(layout: Layout) -> pb.Layout:
 def layout_from_proto(wire: pb.Layout) -> Layout:
     """No check here: an absurd value is refused by `require_compatible`, which names it."""
     return Layout(
-        components=tuple(_component_from_proto(c) for c in wire.components),
+        components=tuple(Component(**_alike(Component, c)) for c in wire.components),
         model_fingerprint=wire.model_fingerprint,
         chunk_tokens=wire.chunk_tokens,
         page_tokens=wire.page_tokens,
@@ -91,7 +92,7 @@ def rank_to_proto(rank: Rank) -> pb.RankInfo:
         dcp_rank=rank.dcp_rank,
         agent_name=rank.agent_name,
         agent_metadata=rank.agent_metadata,
-        regions=[_region_to_proto(r) for r in rank.regions],
+        regions=[pb.Region(**_alike(Region, r)) for r in rank.regions],
     )
 
 
@@ -99,69 +100,16 @@ def rank_from_proto(wire: pb.RankInfo) -> Rank:
     return Rank(
         agent_name=wire.agent_name,
         agent_metadata=wire.agent_metadata,
-        regions=tuple(_region_from_proto(r) for r in wire.regions),
+        regions=tuple(Region(**_alike(Region, r)) for r in wire.regions),
         tp_rank=wire.tp_rank,
         pp_rank=wire.pp_rank,
         dcp_rank=wire.dcp_rank,
     )
 
 
-def _component_to_proto(c: Component) -> pb.Component:
-    return pb.Component(
-        name=c.name,
-        paged=c.paged,
-        units=c.units,
-        layers=c.layers,
-        rows=c.rows,
-        tokens=c.tokens,
-        token_bytes=c.token_bytes,
-        dtype=c.dtype,
-        codec=c.codec,
-        replicated=c.replicated,
-    )
-
-
-def _component_from_proto(c: pb.Component) -> Component:
-    return Component(
-        name=c.name,
-        paged=c.paged,
-        units=c.units,
-        layers=c.layers,
-        rows=c.rows,
-        tokens=c.tokens,
-        token_bytes=c.token_bytes,
-        dtype=c.dtype,
-        codec=c.codec,
-        replicated=c.replicated,
-    )
-
-
-def _region_to_proto(r: Region) -> pb.Region:
-    return pb.Region(
-        region_id=r.region_id,
-        component=r.component,
-        base=r.base,
-        length=r.length,
-        stride=r.stride,
-        first_unit=r.first_unit,
-        units=r.units,
-        device=r.device,
-        memory=r.memory,
-    )
-
-
-def _region_from_proto(r: pb.Region) -> Region:
-    return Region(
-        region_id=r.region_id,
-        component=r.component,
-        base=r.base,
-        length=r.length,
-        stride=r.stride,
-        first_unit=r.first_unit,
-        units=r.units,
-        device=r.device,
-        memory=r.memory,
-    )
+def _alike(kind: type[Component | Region], value: Component | Region | pb.Component | pb.Region) -> dict[str, Any]:
+    """The fields of a component or a region: on the wire they have the same names and kinds."""
+    return {f.name: getattr(value, f.name) for f in fields(kind)}
 
 
 # --- agreement ----------------------------------------------------------------------------------------------------

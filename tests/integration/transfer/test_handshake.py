@@ -44,7 +44,12 @@ async def test_a_handshake_cancelled_around_its_connect_leaves_no_agent(make: Ma
     transport._owner = Held()  # type: ignore[assignment]
     blocked = threading.Event()
     if when == "before the connect runs":
+        owner.submit(ran.set)
         owner.submit(partial(_wait, blocked))
+        _wait(ran)
+        async with asyncio.timeout(10):
+            while owner._commands.qsize():  # noqa: ASYNC110  until the thread has taken what it waits in
+                await asyncio.sleep(0.001)
     connecting = asyncio.create_task(reader.puller.connect(source.address))
     waits_for = owner._commands.qsize if when == "before the connect runs" else begun.is_set
     async with asyncio.timeout(10):
