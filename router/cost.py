@@ -1,10 +1,11 @@
 """Our cost: predicted seconds, and the policy that takes the cheapest way.
 
 Three kinds of ways are compared in the same unit: a pair (prefill on P, hand over to D), prefill on D itself (short or
-mostly cached prompts, or when the prefill queues are long and D's step time allows), and waiting in the router's own
+mostly cached prompts, or when the prefill queues are long and D's step time allows), each with or without bringing a
+prefix from another worker's cache there first, and waiting in the router's own
 queue when every worker is busy for longer than `hold_s`, so that a later decision can be a better one.
 
-    TTFT  = queue + load (from lower tiers) + prefill(uncached, cached)        the hand-off only delays token two
+    TTFT  = max(queue, fetch) + load (lower tiers) + prefill(uncached, cached)      the hand-off only delays token two
     later = max(0, transfer - overlap with the prefill's chunks) + wait for room on D
     cost  = TTFT + misses + work_weight * prefill + later_weight * (later + output * TPOT) + what it does to others
 
@@ -23,13 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtransfer.hashing import LINK_TOKENS
+from router.fetching import Holder, best, holders
 from router.policies import pairable
 from router.rent import Rents
 from router.speeds import Speeds
-from router.view import Decision, Forecast, Nobody, Placement, RequestView, Wait, WorkerView
+from router.view import Decision, Fetch, Forecast, Nobody, Placement, RequestView, Wait, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,7 @@ class _Start:
     prefill_s: float
     cached: int
     cost: float
-
-    @property
-    def ttft_s(self) -> float:
-        return self.queue_s + self.load_s + self.prefill_s
+    fetch: Fetch | None = None
 
 
 @dataclass(slots=True)
@@ -105,11 +104,14 @@ class Predicted:
             return found
         prefills, decodes = found
         price = self._price(prefills, now)
+        among = holders(request, workers)
         rests = sorted((self._rest(request, worker, now) for worker in decodes), key=lambda rest: rest.cost)
         able = {worker.worker_id for worker in prefills}
-        starts = sorted((self._start(request, worker, now, price) for worker in prefills), key=lambda start: start.cost)
+        starts = sorted(
+            (self._start(request, worker, now, price, among) for worker in prefills), key=lambda start: start.cost
+        )
         options = self._pairs(request, starts, rests, now)
-        options += self._locals(request, rests, able, price, now)
+        options += self._locals(request, rests, able, price, among, now)
         if not options:
             return Nobody("no_compatible_decode_worker")
         way = self._pick(options)
@@ -128,7 +130,15 @@ class Predicted:
         crowd = sum(min(worker.queue_s(now) / self._config.busy_s, 1.0) for worker in prefills) / len(prefills)
         return self._config.work_weight * crowd
 
-    def _start(self, request: RequestView, worker: WorkerView, now: float, price: float, step_s: float = 0.0) -> _Start:
+    def _start(
+        self,
+        request: RequestView,
+        worker: WorkerView,
+        now: float,
+        price: float,
+        among: Sequence[Holder],
+        step_s: float = 0.0,
+    ) -> _Start:
         hit = request.hit(worker)
         coming = request.expected_hits.get(worker.bit)
         cached = max(hit.resume, coming.resume if coming is not None else 0)
@@ -136,10 +146,19 @@ class Predicted:
         queue_s = worker.queue_s(now)
         load_s = self._speeds.load_s(max(hit.resume - hit.device, 0) * worker.bytes_per_token)
         prefill_s = self._speeds.prefill_s(worker.worker_id, request.tokens - cached, cached, step_s)
-        ttft = queue_s + load_s + prefill_s
+        fetch = best(self._speeds, request, worker, cached, among, step_s) if among else None
+        if fetch is not None:
+            left = self._speeds.prefill_s(worker.worker_id, request.tokens - fetch.tokens, fetch.tokens, step_s)
+            saved = load_s + prefill_s - left
+            if max(fetch.seconds - queue_s, 0.0) < saved * (1.0 + price):
+                fetch = replace(fetch, budget_s=queue_s + saved)
+                load_s, prefill_s, cached = 0.0, left, fetch.tokens
+            else:
+                fetch = None
+        ttft = max(queue_s, fetch.seconds if fetch is not None else 0.0) + load_s + prefill_s
         cost = ttft + price * (prefill_s + load_s)
         cost += self._missed(request.waited_s + ttft, request.ttft_goal_s)
-        return _Start(worker, queue_s, load_s, prefill_s, cached, cost)
+        return _Start(worker, queue_s, load_s, prefill_s, cached, cost, fetch)
 
     def _rest(self, request: RequestView, worker: WorkerView, now: float) -> _Rest:
         step_s = self._speeds.step_s(worker.worker_id, worker.decoding + 1, worker.context_tokens + request.tokens)
@@ -194,14 +213,22 @@ class Predicted:
         overlap = start.prefill_s * max(0.0, 1.0 - self._config.chunk_tokens / uncached)
         return max(whole - overlap, last)
 
-    def _locals(self, request: RequestView, rests: list[_Rest], able: set[str], price: float, now: float) -> list[_Way]:
+    def _locals(
+        self,
+        request: RequestView,
+        rests: list[_Rest],
+        able: set[str],
+        price: float,
+        among: Sequence[Holder],
+        now: float,
+    ) -> list[_Way]:
         """Prefill on the worker that decodes: no transfer, but whoever decodes there waits meanwhile."""
         options: list[_Way] = []
         for rest in rests:
             worker = rest.worker
             if worker.worker_id not in able and not self._config.deflect:
                 continue
-            start = self._start(request, worker, now, price, rest.step_s if worker.decoding else 0.0)
+            start = self._start(request, worker, now, price, among, rest.step_s if worker.decoding else 0.0)
             cost = start.cost + rest.cost + self._disturbance(request, start, rest, now)
             if rest.admit_s > 0:  # the prompt cannot even begin before there is room
                 cost += rest.admit_s
@@ -247,7 +274,8 @@ class Predicted:
         links = request.keys.links()[: start.cached // LINK_TOKENS] if request.keys is not None else ()
         if not links or start.queue_s <= 0:
             return None
-        idle = [option for option in options if option[1].queue_s <= 0 and option[1].cached < start.cached]
+        holder = request.hit(start.worker).resume >= start.cached
+        idle = [o for o in options if o[1].queue_s <= 0 and (o[1].cached < start.cached or (holder and o[1].fetch))]
         copy = min(idle, key=lambda option: option[0], default=None)
         price = math.inf
         if copy is not None:
@@ -258,6 +286,13 @@ class Predicted:
     @staticmethod
     def _placement(cost: float, start: _Start, rest: _Rest, late_s: float) -> Placement:
         forecast = Forecast(
-            start.queue_s, start.load_s, start.prefill_s, late_s, rest.admit_s, rest.tpot_s, start.cached
+            start.queue_s,
+            start.load_s,
+            start.prefill_s,
+            late_s,
+            rest.admit_s,
+            rest.tpot_s,
+            start.cached,
+            start.fetch.seconds if start.fetch is not None else 0.0,
         )
-        return Placement(start.worker.worker_id, rest.worker.worker_id, forecast, cost)
+        return Placement(start.worker.worker_id, rest.worker.worker_id, forecast, cost, start.fetch)

@@ -31,7 +31,8 @@ class Short(Enum):
 class Demand:
     """What one leg needs of one worker. prefill_s > 0 or prefill_tokens > 0: a prompt to run, predicted to take that
     long. tokens: pages for the prompt, headroom and staging, in tokens. context: tokens its decode steps will read.
-    decode: it will generate here. landing: its pages arrive from elsewhere first."""
+    decode: it will generate here. landing: its pages arrive from elsewhere first. fetch_from: the worker from which it
+    reads a prefix before its prompt is run, "" = none."""
 
     tokens: int = 0
     slots: int = 0
@@ -41,6 +42,7 @@ class Demand:
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     due: float = 0.0
+    fetch_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class _Booking:
     context: int
     prefilling: bool
     landing: bool
+    source: WorkerView | None = None  # which serves it a prefix
 
 
 class Ledger:
@@ -201,6 +204,11 @@ class Ledger:
             self._order += 1
             view.work[key] = Work(demand.prefill_s, demand.prefill_tokens, (demand.due, self._order))
             view.prefill_tokens += demand.prefill_tokens
+            source = self._views.get(demand.fetch_from)
+            if source is not None:
+                booking.source = source
+                source.serving += 1
+                view.fetching += 1
 
     def _work_over(self, key: Key, booking: _Booking, now: float) -> None:
         if booking.prefilling:
@@ -208,6 +216,10 @@ class Ledger:
             work = booking.view.work.pop(key)
             booking.view.prefill_tokens -= work.tokens
             booking.view.head_since = max(now, booking.view.head_since)
+            if booking.source is not None:
+                booking.source.serving -= 1
+                booking.view.fetching -= 1
+                booking.source = None
 
     def check(self) -> None:
         """Assert that every account is the sum of its bookings. Raises AssertionError."""
@@ -220,4 +232,7 @@ class Ledger:
             assert view.context_tokens == sum(b.context for b in mine if b.demand.decode)
             assert view.prefill_tokens == sum(work.tokens for work in view.work.values())
             assert len(view.work) == sum(b.prefilling for b in mine)
+            assert view.fetching == sum(b.source is not None for b in mine)
+        sources = [b.source for legs in self._bookings.values() for b in legs.values() if b.source is not None]
+        assert all(view.serving == sum(s is view for s in sources) for view in self._views.values())
         assert all(legs for legs in self._bookings.values()), "an attempt without bookings is kept"

@@ -105,6 +105,9 @@ class Planner:
         self._error = metrics.gauge(
             "pdserve_router_ttft_prediction_error", "Median relative error of predicted seconds to the first token"
         )
+        self._fetches = metrics.counter(
+            "pdserve_router_prefix_fetches", "Prompts sent with a worker to fetch their prefix from", ["outcome"]
+        )
         self._gaps = metrics.counter("pdserve_router_cache_feed_snapshots", "Snapshots asked for of workers' caches")
 
     # --- workers
@@ -170,6 +173,7 @@ class Planner:
                 continue
             view.role, view.group = worker.role, worker.group
             view.kv_tokens, view.slots = worker.room()
+            view.fetches = self._config.prefix_fetches if worker.can("prefix_source") else 0
             role = allowed(worker.id, worker.role)
             if role is not None:
                 views.append(view if role is worker.role else replace(view, role=role))
@@ -202,13 +206,16 @@ class Planner:
         prefill_s = max(placed.forecast.load_s + placed.forecast.prefill_s, 1e-6)
         due = request.arrived + request.ttft_goal_s
         slots = 1 if view is not None and view.state_bytes else 0
+        source = placed.fetch.source if placed.fetch is not None else ""
         whole = request.tokens + int(request.expected_output)
         decode = Demand(whole, slots, request.tokens + int(request.expected_output / 2), decode=True, landing=True)
         if placed.local:
             uncached = request.tokens - cached
             both = replace(decode, landing=False, prefill_tokens=uncached, prefill_s=prefill_s, due=due)
+            both = replace(both, fetch_from=source)
             return {placed.decode: both}
         prefill = Demand(request.tokens, slots, prefill_tokens=request.tokens - cached, prefill_s=prefill_s, due=due)
+        prefill = replace(prefill, fetch_from=source)
         return {placed.prefill: prefill, placed.decode: decode}
 
     def book(self, request_id: str, plan: Plan) -> dict[str, Booked]:
@@ -246,6 +253,12 @@ class Planner:
             self.speeds.learn_prefill(worker, tokens - cached, cached, times.prefill_s)
         if predicted_s > 0:
             self.speeds.ttft_error.learn(predicted_s, took_s)
+
+    def fetched(self, source: str, target: str, times: common_pb2.StageTimes) -> None:
+        """A prefix that was to be brought to `target` first was brought there, or was not."""
+        self._fetches.labels("fetched" if times.fetched_tokens else "missed").inc()
+        if times.fetched_tokens:
+            self.speeds.learn_fetch(source, target, float(times.transfer_bytes), times.transfer_s, times.fetch_s)
 
     def handed_over(self, source: str, target: str, times: common_pb2.StageTimes) -> None:
         if self.active and times.transfer_s > 0:

@@ -225,6 +225,20 @@ class Seats:
         leg.heard = True
         self.shared.booking.breakers.heard(leg.worker.id, leg.name, leg.key, result_of(error), self._now())
 
+    def _prefix_source(self, target: Worker) -> common_pb2.PrefixSource | None:
+        """Where the worker that prefills is to bring the prompt's beginning from, as planned."""
+        fetch = self.plan.placement.fetch if self.plan is not None else None
+        source = self.shared.fleet.worker(fetch.source) if fetch is not None else None
+        if fetch is None or source is None or not target.can("prefix_source"):
+            return None
+        return common_pb2.PrefixSource(
+            worker_id=source.id,
+            epoch=source.record.epoch,
+            address=source.record.address,
+            tokens=fetch.tokens,
+            budget_ms=max(1, round(1000 * fetch.budget_s)),
+        )
+
     def _left(self) -> int:
         """Tokens that may still be made, per choice."""
         return self.owner.work.sampling.max_tokens - self.piece.first_sequence

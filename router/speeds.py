@@ -153,6 +153,8 @@ class Speeds:
         self._step = Regression((0.01, 5e-5, 1e-8))
         self._transfer = Regression((0.001, 1e-10))
         self._load = Regression((0.001, 1e-10))
+        # beside the transfer itself, a fetch of a cached prefix: 1, bytes (asking, room, checksums at both ends)
+        self._fetch = Regression((0.01, 3e-10))
         self._prefill_of = Factors()
         self._step_of = Factors()
         self._path = Factors(0.1)
@@ -197,6 +199,15 @@ class Speeds:
         path = (source, target)
         self._path.learn(path, seconds, self._transfer.predict(features))
         self._transfer.learn(features, seconds / self._path.of(path))
+
+    def fetch_s(self, source: str, target: str, size: float, flows: int = 0) -> float:
+        """Bringing `size` bytes of a cached prefix from source to target, from the question to the last checksum."""
+        return self._fetch.predict((1.0, size)) + self.transfer_s(source, target, size, flows)
+
+    def learn_fetch(self, source: str, target: str, size: float, moved_s: float, seconds: float) -> None:
+        """seconds: in all, of which the transfer took moved_s."""
+        self.learn_transfer(source, target, size, moved_s)
+        self._fetch.learn((1.0, size), seconds - moved_s)
 
     def load_s(self, size: float) -> float:
         """Promoting `size` bytes from host memory or disk."""

@@ -54,6 +54,9 @@ class WorkerView:
     held_tokens: int = 0  # tokens reserved: prompt, headroom and staging
     held_slots: int = 0
     flows: int = 0  # transfers out of or into this worker now
+    fetches: int = 0  # prefixes it may read from others, and give to others, at once; 0 = it does not
+    fetching: int = 0  # prefixes it was told to read and has not read yet
+    serving: int = 0  # prefixes others were told to read from it
     served: int = 0  # requests ever sent here
     mixed_s: float = 0.0  # seconds of prefill booked beside decoding, decaying; as of `mixed_at`
     mixed_at: float = 0.0
@@ -114,20 +117,35 @@ class Forecast:
     admit_s: float = 0.0
     tpot_s: float = 0.0
     cached_tokens: int = 0
+    fetch_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
-        return self.queue_s + self.load_s + self.prefill_s
+        """A prefix is fetched while the prompt waits."""
+        return max(self.queue_s, self.fetch_s) + self.load_s + self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring the prompt's first `tokens` tokens from this worker first, which is predicted to take `seconds`. budget_s:
+    after this long computing them would have been sooner."""
+
+    source: str
+    tokens: int
+    seconds: float
+    budget_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Send it there. prefill == decode: both on one worker, nothing is transferred (`local`)."""
+    """Send it there. prefill == decode: both on one worker, nothing is transferred (`local`). fetch: a prefix to bring
+    to the worker that prefills."""
 
     prefill: str
     decode: str
     forecast: Forecast = Forecast()
     cost: float = 0.0
+    fetch: Fetch | None = None
 
     @property
     def local(self) -> bool:
