@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import urllib.request
 from dataclasses import fields
 
 import structlog
@@ -20,7 +19,7 @@ from deploy.elastic import Elastic
 from deploy.elastic_state import POOLS, Action, Add, Drain, Nothing, Pool, Remove, Rules, SetRole
 from deploy.fleet import Fleet
 from deploy.placement import local_gpus, most_workers, spec_of
-from deploy.pressure import ROLES, Goals, Hearing, Measured, Sample, Window, look, parsed
+from deploy.pressure import ROLES, Goals, Hearing, Measured, Window, look, scrape
 from deploy.state import StateDir
 from protos.v1 import registry_pb2
 from runtime import lifecycle, logs
@@ -31,7 +30,6 @@ from runtime.errors import InvalidRequest, PdserveError
 PERIOD_S = 1.0
 DRAIN_WAIT_S = 1.0
 """How long one call waits for a worker to be empty; the next look may call the drain off."""
-SCRAPE_TIMEOUT_S = 2.0
 GOODBYE_S = 2.0
 
 _WIRE = {name: role for role, name in ROLES.items()}
@@ -97,7 +95,7 @@ class Controller:
     async def _measure(self) -> Measured:
         if self._metrics:
             try:
-                sample = await asyncio.to_thread(_scrape, self._metrics)
+                sample = await asyncio.to_thread(scrape, self._metrics)
             except (OSError, ValueError) as error:
                 _log.debug("no_measures", why=str(error))
                 return Measured()
@@ -147,15 +145,6 @@ class Controller:
 
 def _facts(action: Action) -> dict[str, object]:
     return {_WORDS.get(one.name, one.name): getattr(action, one.name) for one in fields(action)}
-
-
-def _scrape(address: str) -> Sample:
-    """Raises OSError, ValueError."""
-    host, _, port = address.rpartition(":")
-    if host in ("", "0.0.0.0", "[::]"):
-        host = "[::1]" if host == "[::]" else "127.0.0.1"
-    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=SCRAPE_TIMEOUT_S) as reply:
-        return parsed(reply.read().decode())
 
 
 def main(config: Config, router: str, metrics: str) -> int:

@@ -13,6 +13,7 @@ to be told about the model or the hardware.
 
 from __future__ import annotations
 
+import urllib.request
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from runtime.config import Config, RoleName
 FIRST_SPEED = 2000.0
 """Prompt tokens a second of one worker, until one has been measured."""
 
+SCRAPE_TIMEOUT_S = 2.0
 STALE_S = 5.0
 """A worker whose load has not been reported for so long is not counted; it reports every second."""
 
@@ -61,6 +63,16 @@ class Sample:
     answers: float = 0.0
     computed: float = 0.0
     cached: float = 0.0
+    usable: dict[str, float] = field(default_factory=dict)  # workers that can be chosen, by role
+
+
+def scrape(address: str) -> Sample:
+    """Read the router's /metrics at host:port. Raises OSError, ValueError."""
+    host, _, port = address.rpartition(":")
+    if host in ("", "0.0.0.0", "[::]"):
+        host = "[::1]" if host == "[::]" else "127.0.0.1"
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=SCRAPE_TIMEOUT_S) as reply:
+        return parsed(reply.read().decode())
 
 
 def parsed(text: str) -> Sample:
@@ -71,6 +83,8 @@ def parsed(text: str) -> Sample:
             name = _SAMPLES.get((one.name, one.labels.get("stage", one.labels.get("source", ""))))
             if name is not None:
                 setattr(sample, name, one.value)
+            elif one.name == "pdserve_router_workers_usable":
+                sample.usable[one.labels["role"]] = one.value
     return sample
 
 

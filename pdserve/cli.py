@@ -69,6 +69,24 @@ def down(config: Config) -> None:
 
 
 @main.command()
+@configured(listed=CLIENT_KEYS | {"drain_timeout_s"})
+@click.option("--rolling/--at-once", default=True, help="one after the other, no request fails  [rolling]")
+@click.option("--worker", "only", multiple=True, help="restart this one alone; may be given again  [all]")
+@click.option("--force", is_flag=True, help="also a worker that nobody can stand in for")
+@click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
+@click.option("--metrics", default="", help="host:port of that router's /metrics  [as of the cluster]")
+def restart(config: Config, rolling: bool, only: tuple[str, ...], force: bool, router: str, metrics: str) -> None:
+    """Restart the workers' processes: drain one, replace it, wait until it serves, then the next."""
+    from deploy.restart import RestartFailed
+    from pdserve.restart import run
+
+    try:
+        asyncio.run(run(config, router, metrics, only, rolling=rolling, force=force))
+    except RestartFailed as error:
+        raise click.ClickException(str(error)) from None
+
+
+@main.command()
 @configured(listed=CLIENT_KEYS)
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--json", "as_json", is_flag=True, help="for machines")

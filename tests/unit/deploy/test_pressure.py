@@ -90,11 +90,12 @@ def test_the_routers_own_metrics_are_understood() -> None:
     prompt = metrics.counter("pdserve_prompt_tokens", "", ["source"])
     prompt.labels("computed").inc(700)
     prompt.labels("cached").inc(300)
+    metrics.gauge("pdserve_router_workers_usable", "", ["role"]).labels("both").set(2)
     sample = parsed(metrics.render().decode())
-    assert sample == Sample(3, 0.5, 1, 0.1, 0.25, 0.02, 1, 700, 300)
+    assert sample == Sample(3, 0.5, 1, 0.1, 0.25, 0.02, 1, 700, 300, {"both": 2})
 
 
-def sample(requests: float, ttft_s: float = 0.0, queue_s: float = 0.0, **fields: float) -> Sample:
+def sample(requests: float, ttft_s: float = 0.0, queue_s: float = 0.0, **fields: Any) -> Sample:
     return Sample(requests=requests, answers=requests, ttft_s=ttft_s, queue_s=queue_s, **fields)
 
 

@@ -1,0 +1,49 @@
+"""`pdserve restart`: other processes in place of the workers', one at a time and without a failed request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import click
+
+from deploy.actors import Actors
+from deploy.fleet import Fleet
+from deploy.placement import namespace
+from deploy.restart import Restart
+from deploy.state import StateDir
+from pdserve.status import with_token
+from runtime.config import Config
+from runtime.errors import InvalidRequest
+
+
+async def run(config: Config, router: str, metrics: str, only: Sequence[str], *, rolling: bool, force: bool) -> None:
+    """Raises RestartFailed and the tree of runtime.errors."""
+    address, metrics, actors = _found(config, router, metrics)
+    async with Fleet(address, with_token(config, router)) as fleet:
+        restart = Restart(fleet, actors, metrics, config.drain_timeout_s, Progress())
+        done = await (restart.rolling(only, force=force) if rolling else restart.at_once(only))
+    click.echo(f"restarted: {', '.join(done) or 'nothing was running'}")
+
+
+def _found(config: Config, router: str, metrics: str) -> tuple[str, str, Actors]:
+    """Where the router is, its metrics, and its workers' actors: as named, else of the cluster started here."""
+    state = StateDir(config.state_dir)
+    record = state.read()
+    if router and config.address:
+        return router, metrics, Actors(config.address, namespace(config))
+    if router:
+        raise InvalidRequest("the Ray cluster its workers are in must be named, too", field="address")
+    if record is None:
+        raise InvalidRequest("no cluster was started here; name a router with --router", field="router")
+    return record.grpc, metrics or record.metrics, Actors.of(record, state)
+
+
+class Progress:
+    """A line for every step, with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def __call__(self, worker: str, what: str) -> None:
+        click.echo(f"{time.monotonic() - self._started:6.1f} s  {worker} {what}")
