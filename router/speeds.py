@@ -5,7 +5,8 @@ small regression over the whole fleet (what the model costs) times a factor per 
 of it): the shape is learned from everybody's reports, so a new worker is predicted well after a few of its own.
 
 Reports are noisy and sometimes stalled. The regression minimises relative error and its residuals are clipped, so one
-report six times too long moves little; it forgets slowly, so a fleet that changes is followed.
+report six times too long moves little; it forgets slowly, so a fleet that changes is followed. What it begins with is
+the shape of a cost, not its size: the first report says whether this is a GPU or a laptop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 CLIP = 0.5
-"""Largest relative residual one report may count with."""
+"""Largest relative residual one report may count with, or SCATTER times what residuals are of late, if that is more: then
+they are not outliers, but a fleet that is unlike what is thought of it."""
+
+SCATTER = 3.0
+
+FIRST = 20
+"""Reports after which the regression is taken to know something: before that one is weighted by the larger of what was
+expected and what came, so that neither an expectation far too low nor a stall counts many times."""
 
 
 NOISE = 0.05
@@ -30,7 +38,8 @@ FLOOR = 0.01
 class Regression:
     """Recursive least squares with forgetting over positive physical features.
 
-    prior: positive coefficients to start from, good to a factor of 1 + spread. forgetting: weight kept per report.
+    prior: positive coefficients to start from. Their common size is taken from the first report; to each other they are
+    good to a factor of 1 + spread. forgetting: weight kept per report.
     """
 
     def __init__(self, prior: Sequence[float], forgetting: float = 0.998, spread: float = 2.0) -> None:
@@ -38,6 +47,7 @@ class Regression:
         self._theta = np.ones(len(prior))  # in units of the prior
         self._cov = np.eye(len(prior)) * spread**2
         self._keep = forgetting
+        self._scatter = 1.0  # of relative residuals
         self._trace = float(np.trace(self._cov))
         self.count = 0
         self.coefficients: tuple[float, ...] = tuple(prior)
@@ -50,10 +60,15 @@ class Regression:
         expected = self.predict(features)
         if observed <= 0 or expected <= 0:
             return
-        weight = 1.0 / max(expected, 1e-6)
+        if not self.count:
+            self._prior = self._prior * (observed / expected)
+            expected = observed
+        weight = 1.0 / (max(expected, observed) if self.count < FIRST else expected)
         row = np.asarray(features, dtype=float) * self._prior * weight
-        clip = CLIP if self.count >= 20 else 4.0
-        error = min(max(observed * weight - 1.0, -clip), clip)
+        error = (observed - expected) * weight
+        self._scatter += 0.1 * (min(abs(error), 4.0) - self._scatter)
+        clip = max(CLIP, SCATTER * self._scatter)
+        error = min(max(error, -clip), clip)
         gain = self._cov @ row
         denominator = NOISE + float(row @ gain)
         self._theta = np.maximum(self._theta + gain / denominator * error, FLOOR)

@@ -53,6 +53,27 @@ def test_a_fleet_ten_times_slower_than_the_prior_is_found_without_a_detour() -> 
     assert median(errors[20:]) < 0.1
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 40.0, 1000.0])
+def test_the_first_reports_say_how_fast_the_machines_are(size: float) -> None:
+    """Short prompts on anything from a large accelerator to a small computer: ten are enough, noise and all."""
+    draw, speeds, errors = random.Random(3), Speeds(), []
+    for index in range(60):
+        tokens = int(10 ** draw.uniform(1.2, 3.2))
+        seconds = size * (0.0005 + 4.5e-5 * tokens) * draw.lognormvariate(0, 0.18)
+        if index >= 10:
+            errors.append(abs(speeds.prefill_s("ab"[index % 2], tokens, 0) / seconds - 1))
+        speeds.learn_prefill("ab"[index % 2], tokens, 0, seconds)
+    assert median(errors) < 0.18, "the noise itself"
+
+
+def test_a_first_report_that_was_stalled_is_soon_outvoted() -> None:
+    speeds = Speeds()
+    speeds.learn_prefill("a", 5000, 0, 10 * truth(5000, 0))
+    for _ in range(8):
+        speeds.learn_prefill("a", 5000, 0, truth(5000, 0))
+    assert speeds.prefill_s("a", 5000, 0) == pytest.approx(truth(5000, 0), rel=0.15)
+
+
 def test_one_stall_moves_little() -> None:
     speeds = taught(300)
     before = speeds.prefill_s("a", 5000, 0)
