@@ -150,7 +150,7 @@ async def test_a_redis_that_hangs_costs_no_request(redis: RedisServer) -> None:
             redis.resume()
 
         assert statistics.median(took) < usual + 0.05
-        assert max(took) < 1
+        assert max(took) < 2 * settings.registry_ttl_s  # one that waited for Redis would have waited all the time
         await until(lambda: made.router.health.ready().ok)
         assert (await made.complete())[0] == 200
 
