@@ -2,7 +2,7 @@
 
 Prompts in flight: a router claims a share of the limit and admits within it without asking anybody. What it does not
 use it gives back, all but a little that is kept while there is plenty. A request that finds the share used up waits for
-the next claims, a sixth of a second, and is then refused as ever. The shares of all routers never exceed the limit.
+the next claims, a fifth of a second, and is then refused as ever. The shares of all routers never exceed the limit.
 
 Tokens per second: every router keeps the whole bucket and is told what the others took from it, ten times a second
 while it takes from it itself, else every second. So within such an interval all may together take more than it holds,
@@ -37,10 +37,10 @@ BRISK_S = 0.02
 SHARE_TTL_S = 3.0
 """The shares of a router that died are free after this."""
 
-ROUNDS = 8
+ROUNDS = 10
 """Claims a request waits for: as long as others need to notice and to give back."""
 
-PATIENCE_S = 0.25
+PATIENCE_S = 0.5
 """A claim that takes longer is not waited for."""
 
 IDLE_S = 1.0
@@ -138,7 +138,7 @@ class Quotas:
         self._leases: dict[str, Lease] = {}
         self._spending = {tenant.name: _Spending() for tenant in tenants if tenant.tokens_per_s}
         self._unsent: dict[str, int] = {}
-        self._told_all_at = float("-inf")
+        self._told_all_at = self._claimed_at = float("-inf")
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -231,6 +231,7 @@ class Quotas:
             elif not lease.used:
                 del self._leases[name]
         claim = await self._store.claim(_POOL, self._router_id, wishes, SHARE_TTL_S)
+        self._claimed_at = now
         self.routers = max(claim.holders, 1)
         for name, lease in self._leases.items():
             share = claim.shares.get(slot(name))
@@ -274,20 +275,22 @@ class Quotas:
                 spending.total = -1
         self.away = False
 
-    def _pause(self) -> float:
-        if self.away:
-            return TICK_S
-        if any(lease.short for lease in self._leases.values()):
-            return BRISK_S
-        return TICK_S if self._busy() or self._spending else IDLE_S
+    def _due(self) -> bool:
+        """Whether there is anything to settle now: a share to grow, to give back, or that others may lack; tokens."""
+        if self.away or self._spending or self._clock.monotonic() - self._claimed_at >= IDLE_S:
+            return True
+        return any(lease.short or lease.held != lease.used for lease in self._leases.values())
 
-    def _busy(self) -> bool:
-        return any(lease.held != lease.used for lease in self._leases.values())
+    def _pause(self) -> float:
+        if not self.away and any(lease.short for lease in self._leases.values()):
+            return BRISK_S
+        return TICK_S if self.away or self._spending or self._leases else IDLE_S
 
     async def _run(self) -> None:
         while not self._stopping:
             self._wake.clear()
-            await self.settle()
+            if self._due():
+                await self.settle()
             await asyncio.sleep(BRISK_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause() - BRISK_S):

@@ -2,7 +2,8 @@
 
 Each turn lists everything and compares, so a missed notice costs one turn and never a stale worker for hours; notices
 only make the turn come early. While the store is away the last view stays (fail-static), and when it is back nobody is
-declared gone for one TTL: a restarted, empty store fills up again as workers renew.
+declared gone for one TTL: a restarted, empty store fills up again as workers renew. The same holds for one worker whose
+record somebody has spoiled.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Feed:
         self._removed = removed
         self._grace_until = 0.0
         self._cursor = ""
+        self._spoiled: dict[str, float] = {}
         self._incarnation = ""
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -86,13 +88,16 @@ class Feed:
             self._grace_until = self._clock.monotonic() + self._ttl_s
             _log.info("registry_back", workers=len(snapshot.records))
         self._cursor = snapshot.cursor
+        now = self._clock.monotonic()
+        self._spoiled = {worker: self._spoiled.get(worker, now) for worker in snapshot.unreadable}
         self._compare(snapshot.records)
         self.synced.set()
 
     def _compare(self, records: dict[str, WorkerRecord]) -> None:
-        in_grace = self._clock.monotonic() < self._grace_until
+        now = self._clock.monotonic()
         for worker_id, old in list(self.workers.items()):
             new = records.get(worker_id)
+            in_grace = now < max(self._grace_until, self._spoiled.get(worker_id, float("-inf")) + self._ttl_s)
             if (new is None and not in_grace) or (new is not None and new.epoch != old.epoch):
                 del self.workers[worker_id]
                 self._removed(old)

@@ -126,6 +126,7 @@ class RedisStore:
                     pipe.getrange(_worker_key(worker_id), 0, MAX_RECORD_BYTES)
                 values: list[bytes] = await pipe.execute() if ids else []
             records: dict[str, WorkerRecord] = {}
+            unreadable: set[str] = set()
             for worker_id, value in zip(ids, values, strict=True):
                 if not value:
                     await self._unlist(worker_id)
@@ -133,7 +134,9 @@ class RedisStore:
                 record = self._parse(value)
                 if record is not None and record.worker_id == worker_id:
                     records[worker_id] = record
-            return Snapshot(records, cursor, incarnation)
+                else:
+                    unreadable.add(worker_id)
+            return Snapshot(records, cursor, incarnation, frozenset(unreadable))
 
     async def wait(self, cursor: str, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -291,4 +294,4 @@ def _log_key(log: str) -> str:
 
 
 def _text(raw: bytes | str) -> str:
-    return raw.decode() if isinstance(raw, bytes) else raw
+    return raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw

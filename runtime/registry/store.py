@@ -31,11 +31,13 @@ WorkerRecord = registry_pb2.WorkerRecord
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Every live record, by worker id. `cursor` is for wait(): anything later than this view moves it. `incarnation`
-    changes when the store has lost its memory: then what is missing may only not have come back yet."""
+    changes when the store has lost its memory: then what is missing may only not have come back yet. `unreadable`: ids
+    whose record is not one; that says nothing about the worker."""
 
     records: dict[str, WorkerRecord]
     cursor: str
     incarnation: str = ""
+    unreadable: frozenset[str] = frozenset()
 
 
 class Store(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -244,6 +245,32 @@ async def test_a_worker_lost_during_an_outage_is_removed_one_ttl_after_it() -> N
     clock.advance(100)
     await seen.feed.turn()
     store.away = False
+    await seen.feed.turn()
+    assert seen.log == ["added w/1"]
+    clock.advance(TTL_S)
+    await seen.feed.turn()
+    assert seen.log == ["added w/1", "removed w/1"]
+
+
+async def test_a_worker_whose_record_somebody_spoiled_stays_one_ttl() -> None:
+    class Spoiled(MemoryStore):
+        spoiled = False
+
+        async def snapshot(self) -> Snapshot:
+            known = await super().snapshot()
+            return replace(known, records={}, unreadable=frozenset(known.records)) if self.spoiled else known
+
+    clock = FakeClock()
+    store = Spoiled(clock)
+    seen = Seen(store, clock)
+    await store.put(record(), 100)
+    await seen.feed.turn()
+    store.spoiled = True
+    await seen.feed.turn()
+    store.spoiled = False  # it was renewed
+    await seen.feed.turn()
+    clock.advance(2 * TTL_S)
+    store.spoiled = True
     await seen.feed.turn()
     assert seen.log == ["added w/1"]
     clock.advance(TTL_S)

@@ -111,6 +111,16 @@ async def test_a_log_that_is_no_text_is_an_outage(store: RedisStore, raw: Redis)
             await call
 
 
+async def test_an_incarnation_that_is_no_text_is_just_another_one(store: RedisStore, raw: Redis) -> None:
+    await store.put(GOOD, 10)
+    before = (await store.snapshot()).incarnation
+    await raw.set("{pdserve}:incarnation", b"\x80\x04\x95" + b"\xff" * 1000)
+    poisoned = await store.snapshot()
+    assert set(poisoned.records) == {"good"}
+    assert poisoned.incarnation != before
+    assert len(poisoned.incarnation) <= 32
+
+
 async def test_a_record_under_another_workers_key_is_ignored(store: RedisStore, raw: Redis) -> None:
     await raw.set("{pdserve}:worker:w", GOOD.SerializeToString())
     await raw.zadd("{pdserve}:workers", {"w": 0})
