@@ -23,7 +23,7 @@ from deploy.pressure import ROLES, Goals, Hearing, Measured, Window, look, scrap
 from deploy.state import StateDir
 from protos.v1 import registry_pb2
 from runtime import lifecycle, logs
-from runtime.clock import Clock, SystemClock
+from runtime.clock import SystemClock
 from runtime.config import Config
 from runtime.errors import InvalidRequest, PdserveError
 
@@ -42,7 +42,7 @@ class Controller:
     actors: None = nobody can be asked for more or fewer."""
 
     def __init__(
-        self, config: Config, router: str, metrics: str, actors: Actors | None = None, clock: Clock | None = None
+        self, config: Config, router: str, metrics: str, actors: Actors | None = None, period_s: float = PERIOD_S
     ) -> None:
         """Raises InvalidRequest when the bounds ask for what cannot be done."""
         if actors is None and (config.prefill_max or config.decode_max):
@@ -51,7 +51,8 @@ class Controller:
         self._config = config
         self._router, self._metrics = router, metrics
         self._actors = actors
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
+        self._period_s = period_s
         self._goals = Goals.of(config)
         self._hearing = Hearing()
         self._window = Window(max(config.elastic_dwell_s, 5.0))
@@ -67,7 +68,7 @@ class Controller:
                 except PdserveError as error:
                     self._say("waiting for the router", reason=error.reason)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PERIOD_S):
+                    async with asyncio.timeout(self._period_s):
                         await stopping.wait()
             await self._leave(fleet)
 

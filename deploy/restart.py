@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from deploy.actors import Actors, RayFailed
+from deploy.actors import RayFailed
 from deploy.fleet import Fleet
 from deploy.pressure import ROLES, scrape
 from protos.v1 import common_pb2, registry_pb2
@@ -41,11 +41,12 @@ class RestartFailed(Exception):
 
 
 class Restart:
-    """metrics: host:port of the router's /metrics, "" = it cannot be asked. say(worker, what it is doing)."""
+    """replace(worker): start another process in its place; called on a thread, raises RayFailed. metrics: host:port of
+    the router's /metrics, "" = it cannot be asked. say(worker, what it is doing)."""
 
-    def __init__(self, fleet: Fleet, actors: Actors, metrics: str, drain_s: float, say: Say) -> None:
+    def __init__(self, fleet: Fleet, replace: Callable[[str], object], metrics: str, drain_s: float, say: Say) -> None:
         self._fleet = fleet
-        self._actors = actors
+        self._process = replace
         self._metrics = metrics
         self._drain_s = drain_s
         self._say = say
@@ -141,7 +142,7 @@ class Restart:
     async def _replace(self, record: Record) -> None:
         """Another process, ready. Raises TimeoutError."""
         self._say(record.worker_id, "restarts")
-        await asyncio.to_thread(self._actors.restart, record.worker_id)
+        await asyncio.to_thread(self._process, record.worker_id)
         said = ""
         async with asyncio.timeout(READY_S):
             while True:

@@ -21,7 +21,7 @@ async def run(config: Config, router: str, metrics: str, only: Sequence[str], *,
     """Raises RestartFailed and the tree of runtime.errors."""
     address, metrics, actors = _found(config, router, metrics)
     async with Fleet(address, with_token(config, router)) as fleet:
-        restart = Restart(fleet, actors, metrics, config.drain_timeout_s, Progress())
+        restart = Restart(fleet, actors.restart, metrics, config.drain_timeout_s, Progress())
         done = await (restart.rolling(only, force=force) if rolling else restart.at_once(only))
     click.echo(f"restarted: {', '.join(done) or 'nothing was running'}")
 
