@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 CLIP = 0.5
-"""Largest relative residual one report may count with, or SCATTER times what residuals are of late, if that is more: then
-they are not outliers, but a fleet that is unlike what is thought of it."""
+"""Largest relative residual one report may count with, or SCATTER times what residuals are of late, if that is more:
+then they are no outliers, and the fleet is unlike what is thought of it."""
 
 SCATTER = 3.0
 
