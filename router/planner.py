@@ -24,6 +24,7 @@ from router.cost import Predicted
 from router.index import NO_HIT, PrefixIndex
 from router.keys import PromptKeys
 from router.ledger import Demand, Ledger
+from router.others import Others
 from router.peers import Dynamo, Sgl
 from router.policies import Policy, PowerOfTwo, RoundRobin, SessionAffinity
 from router.policy import Role
@@ -100,6 +101,7 @@ class Planner:
         self.listening = config.policy in LISTENING
         self._policy = _made(config.policy, self.speeds)
         self.shared: SharedIndex | None = None
+        self.others = Others(self.speeds)
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._numbers = 0
         self._error = metrics.gauge(
@@ -135,6 +137,7 @@ class Planner:
         if self.active:
             self.ledger.remove(worker.id)
             self.index.forget(worker.id)
+            self.others.forget(worker.id)
         if self.shared is not None:
             self.shared.left(worker.id)
 
@@ -154,7 +157,7 @@ class Planner:
     ) -> Plan | Wait | Nobody:
         """allowed: the role a worker may be given now, or None. Changes nothing but the policy's own memory."""
         now = self._clock.monotonic()
-        views = self._views(allowed)
+        views = self._views(allowed, now)
         request = self._request(work, tokens, waited_s)
         decision = self._policy.choose(request, views, now)
         if not isinstance(decision, Placement):
@@ -164,8 +167,9 @@ class Planner:
             choice = policy.Local(decision.decode)
         return Plan(choice, self._demands(request, decision), decision, _keys_of(request))
 
-    def _views(self, allowed: Callable[[str, Role], Role | None]) -> list[WorkerView]:
-        """One per usable worker, with the role it may be given; the account is shared with the ledger's."""
+    def _views(self, allowed: Callable[[str, Role], Role | None], now: float) -> list[WorkerView]:
+        """One per usable worker, with the role it may be given; the account is shared with the ledger's, unless other
+        routers have something there."""
         views = []
         for worker in self._workers():
             view = self.ledger.view(worker.id)
@@ -176,7 +180,8 @@ class Planner:
             view.fetches = self._config.prefix_fetches if worker.can("prefix_source") else 0
             role = allowed(worker.id, worker.role)
             if role is not None:
-                views.append(view if role is worker.role else replace(view, role=role))
+                seen = self.others.corrected(view, worker.load, now)
+                views.append(seen if role is worker.role else replace(seen, role=role))
         return views
 
     def _request(self, work: Work, tokens: tuple[int, ...], waited_s: float) -> RequestView:

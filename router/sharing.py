@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import structlog
 
 from router.line import Line
+from router.others import Presence
 from router.planner import Planner
 from router.quotas import Quotas
 from router.shared_index import SharedIndex
@@ -41,9 +42,11 @@ class Sharing:
         self.index: SharedIndex | None = None
         self.quotas: Quotas | None = None
         self._parts = store, router_id, clock, metrics
+        self.presence: Presence | None = None
         self.active = is_redis(config.registry)
         if not self.active:
             return
+        self.presence = Presence(store, router_id, planner.others)
         if not config.cache_salt_secret:
             _log.warning("caches_not_shared", hint="routers of one deployment need the same cache_salt_secret")
         elif planner.listening:
@@ -58,11 +61,11 @@ class Sharing:
             self.quotas = permits.shares = Quotas(store, router_id, tenants, line, clock, metrics)
 
     def start(self) -> None:
-        for part in (self.index, self.quotas):
+        for part in (self.presence, self.index, self.quotas):
             if part is not None:
                 part.start()
 
     async def close(self) -> None:
-        for part in (self.index, self.quotas):
+        for part in (self.presence, self.index, self.quotas):
             if part is not None:
                 await part.close()

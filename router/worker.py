@@ -23,6 +23,7 @@ from protos.v1 import (
 )
 from router.links import Answered, Link
 from router.policy import Role, WorkerState
+from router.pressure import Pressure
 from runtime import rpc
 from runtime.config import Config
 from runtime.errors import PdserveError, WorkerLost
@@ -111,6 +112,7 @@ class Worker:
         router_id: str,
         on_change: Callable[[], None],
         on_late: Callable[[], None],
+        pressure: Pressure,
     ) -> None:
         self.record = record
         self._state: WorkerState | None = None
@@ -127,10 +129,12 @@ class Worker:
         self.heard(record)
         self._asking: set[asyncio.Future[common_pb2.ReserveReply]] = set()
         self._load = common_pb2.Load()
+        self._then = (0, 0)  # what this router had here when that was reported
         self._config = config
         self._router_id = router_id
         self._on_change = on_change
         self._on_late = on_late
+        self._pressure = pressure
         self._channel = rpc.channel(record.address, config)
         self._prefill_service = PrefillService(self._channel)
         self._decode_service = DecodeService(self._channel)
@@ -199,6 +203,7 @@ class Worker:
             or load.queued_prefill_tokens < self._load.queued_prefill_tokens
         )
         self._load.CopyFrom(load)
+        self._then = (self.inflight_prefill_tokens, self.inflight_requests)
         self._state = None
         if freer:
             self._on_change()
@@ -226,12 +231,14 @@ class Worker:
         return self._state
 
     def _new_state(self) -> WorkerState:
+        """What was reported, by whichever routers it came, and what this one has sent since."""
+        prompts, requests = self.inflight_prefill_tokens - self._then[0], self.inflight_requests - self._then[1]
         return WorkerState(
             worker_id=self.id,
             role=self.role or Role.BOTH,
             usable=self._usable(),
-            prefill_load=max(self._load.queued_prefill_tokens, self.inflight_prefill_tokens),
-            decode_load=max(self._load.running + self._load.waiting, self.inflight_requests),
+            prefill_load=max(self._load.queued_prefill_tokens + prompts, self.inflight_prefill_tokens),
+            decode_load=max(self._load.running + self._load.waiting + requests, self.inflight_requests),
             pages_free=self._load.pages_free,
             max_model_len=self.facts.max_model_len if self.facts else 0,
             group=self.group,
@@ -346,6 +353,7 @@ class Worker:
             on_lost=lambda _: self.lost.set(),
             on_connected=self._link_changed,
             on_late=self._on_late,
+            pressure=self._pressure,
             streams_reserve=self.can("stream_reserve"),
         )
         link.start()
