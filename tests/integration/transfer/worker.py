@@ -10,8 +10,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from kvtransfer.puller import Puller
 from kvtransfer.service import KvSourceService
 from kvtransfer.source import HandoffStore
 from kvtransfer.tickets import TicketMint
-from kvtransfer.transport import Incarnation, LocalRank
+from kvtransfer.transport import Flight, Incarnation, LocalRank
 from kvtransfer.types import Component, Destination, First, Layout, LegKey, Region
 from protos.v1 import kvsource_pb2_grpc
 from runtime import rpc
@@ -243,23 +245,39 @@ def _hold(dest: Destination) -> CountingHold:
 
 
 async def _pull_big(worker: Worker, address: str, dest: Destination) -> None:
-    await worker.puller.pull(worker.tickets.pop(0), address, dest, worker.clock.monotonic() + 20, 1)
+    await worker.puller.pull(worker.tickets.pop(0), address, dest, worker.clock.monotonic() + 60, 1)
 
 
 async def _freeze(worker: Worker, address: str, pid: int) -> Destination:
-    """Stop the source when the first bytes of a read have landed, and see the pull fail."""
+    """Stop the source before a read of it is posted, say that the read's time is over, and see the pull fail."""
     await _pull_big(worker, address, worker.destination(_BIG_PAGES, _BIG_TOKENS, slots=()))
     worker.pools[0]["kv"].array[:] = 0
     dest = worker.destination(_BIG_PAGES, _BIG_TOKENS, slots=())
-    running = asyncio.create_task(_pull_big(worker, address, dest))
-    while not worker.pools[0]["kv"].array[1].any():  # noqa: ASYNC110  bytes land without an event
-        await asyncio.sleep(0)
-    os.kill(pid, signal.SIGSTOP)
+    post = worker.puller._post
+
+    def stopped_first(*arguments: Any) -> list[Flight]:
+        os.kill(pid, signal.SIGSTOP)
+        while _threads(pid) != {"T"}:
+            time.sleep(0.001)
+        flights = post(*arguments)
+        for flight in flights:
+            flight.deadline = 0.0
+        return flights
+
+    worker.puller._post = stopped_first  # type: ignore[assignment,method-assign]
     try:
-        await running
+        await _pull_big(worker, address, dest)
     except TransferFailed:
         return dest
-    raise AssertionError("the read was over before the source was stopped")
+    finally:
+        worker.puller._post = post  # type: ignore[method-assign]
+    raise AssertionError("a read from a stopped process has ended")
+
+
+def _threads(pid: int) -> set[str]:
+    """The states of a process's threads."""
+    states = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {state.rpartition(")")[2].split()[0] for state in states}
 
 
 async def _pull_frozen(worker: Worker, address: str, pid: int) -> dict[str, Any]:
@@ -270,7 +288,7 @@ async def _pull_frozen(worker: Worker, address: str, pid: int) -> dict[str, Any]
         "quarantined": worker.puller.quarantined_pages() == len(_BIG_PAGES),
     }
     os.kill(pid, signal.SIGCONT)
-    released = await asyncio.get_running_loop().run_in_executor(None, _hold(dest).released.wait, 10)
+    released = await asyncio.get_running_loop().run_in_executor(None, _hold(dest).released.wait, 60)
     await _pull_big(worker, address, worker.destination(_BIG_PAGES, _BIG_TOKENS, slots=()))
     return report | {"released_after": released, "again": worker.wrong(7, _BIG_PAGES, _BIG_PAGES)}
 
