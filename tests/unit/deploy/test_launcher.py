@@ -56,3 +56,32 @@ def test_a_router_that_never_served_ends_the_start(tmp_path: Path) -> None:
     launcher._start_router()
     with pytest.raises(Failed, match="has ended"):
         launcher.check(settled=False)
+
+
+def test_the_controller_runs_where_it_is_wanted_and_is_started_again_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Scripted(tmp_path / "s")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        launcher._controller = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
+        started.append(launcher._controller)
+
+    monkeypatch.setattr(launcher, "_start_controller", start)
+    launcher._talking = False
+    launcher._check_controller()
+    assert started == [], "it is not elastic"
+    launcher._config = Config(elastic=True)
+    launcher._talking = True
+    launcher._check_controller()
+    assert started == [], "the start is not over"
+    launcher._talking = False
+    launcher._check_controller()
+    started[0].wait()
+    launcher._check_controller()
+    assert len(started) == 1, "not at once"
+    launcher._controller_at = 0.0
+    launcher._check_controller()
+    assert len(started) == 2
+    started[1].wait()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.placement import NODE, child_env, plan, secured, settings_of, worker_env
+from deploy.placement import NODE, child_env, most_workers, namespace, plan, secured, settings_of, worker_env
 from runtime.config import Config
 from runtime.errors import InvalidRequest
 
@@ -52,6 +52,11 @@ def test_in_a_joined_cluster_threads_are_decided_where_the_cores_are_known() -> 
         ({"device": "cuda"}, "device"),
         ({"listen": f"{NODE}:0"}, "listen"),
         ({"address": "10.0.0.1:6379", "grpc_listen": "0.0.0.0:9000"}, "grpc_listen"),
+        ({"prefill_max": 4}, "prefill_max"),
+        ({"decode_min": 2}, "decode_min"),
+        ({"elastic": True, "decode_min": 2}, "decode_min"),
+        ({"elastic": True, "decode_max": 4, "sim": "sim-h100-8b"}, "decode_max"),
+        ({"elastic": True, "prefill_max": 2, "listen": "127.0.0.1:7000"}, "listen"),
         ({"address": "10.0.0.1:6379", "grpc_listen": "10.0.0.2:0"}, "grpc_listen"),
     ],
 )
@@ -106,3 +111,19 @@ def test_workers_get_a_token_and_the_same_one_the_next_time_where_there_is_a_sec
     with pytest.raises(InvalidRequest) as refused:
         secured(Config(api_keys_file="k", address="127.0.0.1:1"))
     assert refused.value.field == "registry_token"
+
+
+def test_an_elastic_fleet_leaves_room_for_as_many_as_it_may_become() -> None:
+    wide = config(elastic=True, prefill=1, prefill_max=3, decode=2, decode_max=2)
+    assert most_workers(wide) == 5
+    assert [one.threads for one in plan(wide, "r:1", cores=10, gpus=0)] == [2, 2, 2]
+    assert plan(wide, "r:1", cores=10, gpus=1)[0].gpus == 0.2
+    assert most_workers(config(elastic=True, prefill=2, decode=3, both=1)) == 6, "its number stays"
+
+
+def test_a_fleet_has_a_namespace_of_its_own_in_ray() -> None:
+    assert namespace(config()) == "pdserve"
+    assert namespace(config(fleet="blue")) == "pdserve-blue"
+    with pytest.raises(InvalidRequest) as caught:
+        config(fleet="Blue team")
+    assert caught.value.field == "fleet"

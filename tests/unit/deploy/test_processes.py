@@ -104,3 +104,26 @@ def test_a_child_that_refuses_its_configuration_is_kept_for_the_report(tmp_path:
     until(lambda: child.status().refused, 5, "the refusal")
     assert log.read_text() == "why\n"
     assert deaths == []
+
+
+def test_a_child_is_replaced_by_another_one_and_nobody_is_told_of_a_death(tmp_path: Path) -> None:
+    deaths: list[int] = []
+    child = Supervisor(SLEEP, os.environ, tmp_path / "log", deaths.append, pause_s=0.0)
+    first = child.status().pid
+    second = child.restart(5)
+    assert second == child.status().pid != first
+    assert processes.look(first) is None
+    assert processes.look(second) is not None
+    os.kill(second, signal.SIGKILL)
+    until(lambda: deaths == [-signal.SIGKILL], 5, "the report of the second one's death, and of no other")
+
+
+def test_a_child_that_refused_may_be_started_again(tmp_path: Path) -> None:
+    wish = tmp_path / "wish"
+    code = f"import os, time; time.sleep(600) if os.path.exists({str(wish)!r}) else exit({EXIT_REFUSED})"
+    child = Supervisor([sys.executable, "-c", code], os.environ, None, lambda code: None, pause_s=0.0)
+    until(lambda: child.status().refused, 5, "the refusal")
+    wish.touch()
+    child.restart(5)
+    assert not child.status().refused
+    assert child.stop(5) == -signal.SIGTERM
