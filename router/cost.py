@@ -71,6 +71,7 @@ class _Start:
     cached: int
     cost: float
     fetch: Fetch | None = None
+    step_s: float = 0.0  # of whoever decodes there
 
 
 @dataclass(slots=True)
@@ -158,7 +159,7 @@ class Predicted:
         ttft = max(queue_s, fetch.seconds if fetch is not None else 0.0) + load_s + prefill_s
         cost = ttft + price * (prefill_s + load_s)
         cost += self._missed(request.waited_s + ttft, request.ttft_goal_s)
-        return _Start(worker, queue_s, load_s, prefill_s, cached, cost, fetch)
+        return _Start(worker, queue_s, load_s, prefill_s, cached, cost, fetch, step_s)
 
     def _rest(self, request: RequestView, worker: WorkerView, now: float) -> _Rest:
         step_s = self._speeds.step_s(worker.worker_id, worker.decoding + 1, worker.context_tokens + request.tokens)
@@ -294,5 +295,6 @@ class Predicted:
             rest.tpot_s,
             start.cached,
             start.fetch.seconds if start.fetch is not None else 0.0,
+            start.step_s,
         )
         return Placement(start.worker.worker_id, rest.worker.worker_id, forecast, cost, start.fetch)

@@ -20,6 +20,7 @@ from router.legs import DecodeLeg, DepartedLeg, PrefillLeg
 from router.pressure import joined
 from router.progress import GOES_ON
 from router.seats import ENDED, Leg, Owner, Seats, Shared, TokenLogprob
+from router.view import Forecast
 from router.worker import Worker
 from runtime import errors
 from runtime.errors import DeadlineExceeded, KvLost, PdserveError, WorkerLost
@@ -35,6 +36,7 @@ class Passage(Seats):
         self.local = False
         self.moved_at: float | None = None  # the last progress; None until it is sent
         self._sent_at = 0.0
+        self._took_s = 0.0  # from there to the first token
         self.begun = False  # the first token is there
         self.over = False
         self._avoid = avoid
@@ -133,6 +135,7 @@ class Passage(Seats):
         leg.charge.close()
         if leg.booked is not None:
             leg.booked.prefilled()
+        self._took_s = self._now() - self._sent_at
         self._learn(leg.worker.id, done.times)
         self._heard(leg, None)
         first = self.piece.first_sequence
@@ -183,6 +186,10 @@ class Passage(Seats):
 
     def _new_tokens(self, leg: DecodeLeg, tokens: decode_pb2.ChoiceTokens) -> None:
         finish = tokens.finish
+        if self.local and not self._took_s:
+            self._took_s = self._now() - self._sent_at
+            if leg.booked is not None:
+                leg.booked.prefilled()
         if finish != GOES_ON:
             self._choice_ended(leg, tokens)
         if not (self.local or self._first_seen):
@@ -203,7 +210,7 @@ class Passage(Seats):
         self._ended.add(tokens.choice)
         if tokens.HasField("times"):
             self.owner.ledger.decoded(tokens.times)
-            if self.local:
+            if self.local and len(self._ended) == 1:
                 self._learn(leg.worker.id, tokens.times)
             said = tokens.first_sequence + len(tokens.tokens) - self.piece.first_sequence
             self.shared.planner.decoded(leg.worker.id, len(self.piece.tokens), said, tokens.times)
@@ -262,9 +269,8 @@ class Passage(Seats):
     def _learn(self, worker: str, times: common_pb2.StageTimes) -> None:
         """What was predicted of the prompt, and what it took since it was sent."""
         planner = self.shared.planner
-        predicted = self.plan.placement.forecast.ttft_s if self.plan is not None else 0.0
-        took = self._now() - self._sent_at if not self.local else times.fetch_s + times.queue_s + times.prefill_s
-        planner.prefilled(worker, len(self.piece.tokens), times, predicted, took)
+        forecast = self.plan.placement.forecast if self.plan is not None else Forecast()
+        planner.prefilled(worker, len(self.piece.tokens), times, forecast, self._took_s)
         if self._fetch_from:
             planner.fetched(self._fetch_from, worker, times)
 
@@ -428,6 +434,10 @@ class Passage(Seats):
                 if not leg.heard:
                     self._heard(leg, ENDED)
                 leg.close(reason)
+
+    def forget(self) -> None:
+        """The request is over: passage and legs, which know each other, are freed without the collector's help."""
+        self.prefill = self.decode = None
 
 
 def _worker_gave_up(finish: int) -> PdserveError:

@@ -31,7 +31,7 @@ from router.policy import Role
 from router.request import Work
 from router.shared_index import SharedIndex
 from router.speeds import Speeds
-from router.view import Key, Nobody, Placement, RequestView, Wait, WorkerView
+from router.view import Forecast, Key, Nobody, Placement, RequestView, Wait, WorkerView
 from router.worker import Worker
 from runtime.clock import Clock
 from runtime.config import Config
@@ -249,15 +249,16 @@ class Planner:
     # --- what is learned
 
     def prefilled(
-        self, worker: str, tokens: int, times: common_pb2.StageTimes, predicted_s: float, took_s: float
+        self, worker: str, tokens: int, times: common_pb2.StageTimes, forecast: Forecast, took_s: float
     ) -> None:
+        """took_s: from the moment it was sent to the first token."""
         if not self.active:
             return
         cached = min(times.cached_tokens, tokens)
         if times.prefill_s > 0:
-            self.speeds.learn_prefill(worker, tokens - cached, cached, times.prefill_s)
-        if predicted_s > 0:
-            self.speeds.ttft_error.learn(predicted_s, took_s)
+            self.speeds.learn_prefill(worker, tokens - cached, cached, times.prefill_s, forecast.step_s)
+        if forecast.ttft_s > 0:
+            self.speeds.ttft_error.learn(forecast.ttft_s, took_s)
 
     def fetched(self, source: str, target: str, times: common_pb2.StageTimes) -> None:
         """A prefix that was to be brought to `target` first was brought there, or was not."""

@@ -108,7 +108,8 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted seconds, by part; what the operator is shown beside what was observed."""
+    """Predicted seconds, by part; what the operator is shown beside what was observed. step_s: of the decode steps that
+    the prompt's chunks share, 0 = none."""
 
     queue_s: float = 0.0
     load_s: float = 0.0
@@ -118,6 +119,7 @@ class Forecast:
     tpot_s: float = 0.0
     cached_tokens: int = 0
     fetch_s: float = 0.0
+    step_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:

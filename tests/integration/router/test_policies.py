@@ -12,7 +12,7 @@ import pytest
 from kvtransfer.hashing import page_keys, root
 from protos.v1 import common_pb2, worker_pb2
 from router.keys import PromptKeys
-from tests.integration.router.scripted import FILES, ScriptedWorker, Site, config, site, until
+from tests.integration.router.scripted import FILES, LENGTH, Leg, ScriptedWorker, Site, config, site, until
 
 POLICIES = ["least_load", "predicted", "round_robin", "power_of_two", "session_affinity", "dynamo", "sgl"]
 STORED = worker_pb2.CacheEvent.KIND_STORED
@@ -192,3 +192,29 @@ async def test_what_workers_report_is_learned() -> None:
         assert speeds.ttft_error.count > 30  # those computed where they decode report no seconds here
         async with made.http.get("/metrics") as response:
             assert "pdserve_router_ttft_prediction_error" in await response.text()
+
+
+async def test_a_prompt_computed_where_it_decodes_is_off_the_workers_queue_at_its_first_token() -> None:
+    (worker,) = workers = [CachingWorker("both", "b0")]
+    worker.load = common_pb2.Load(pages_free=10_000, pages_total=10_000)
+    more = asyncio.Event()
+
+    async def one_token_and_a_pause(leg: Leg) -> None:
+        leg.tokens(0, ord("a"))
+        await more.wait()
+        leg.tokens(1, ord("b"), finish=LENGTH)
+
+    worker.decode = one_token_and_a_pause
+    async with site(*workers, settings=config(policy="predicted")) as made:
+        call = asyncio.create_task(made.complete(prompt="what decodes is no queue", max_tokens=2))
+        await until(lambda: worker.submitted != [])
+        view = made.router.planner.ledger.view("b0")
+        assert view is not None
+        await until(lambda: not view.work)
+
+        assert (view.decoding, view.prefill_tokens) == (1, 0)
+        more.set()
+        assert (await call)[0] == 200
+        assert made.router.planner.speeds.ttft_error.count == 1
+        await made.quiet()
+        assert idle(made)

@@ -240,18 +240,30 @@ class IndexMachine(RuleBasedStateMachine):
         self.say(worker, CacheEvent(Kind.STORED, keys))
         self.held[worker].update(dict.fromkeys(keys, "device"))
 
+    def behind(self, worker: str, keys: Sequence[bytes]) -> list[bytes]:
+        """What the worker holds of `keys` and of whatever continues them: the end of a prefix goes first."""
+        found = {key: None for key in keys if key in self.held[worker]}
+        for tokens in self.prompts:
+            chain = keys_of(tokens)
+            first = next((place for place, key in enumerate(chain) if key in found), len(chain))
+            found |= {key: None for key in chain[first:] if key in self.held[worker]}
+        return list(found)
+
     @rule(worker=st.sampled_from("abc"), which=st.integers(0, 3), pages=st.integers(0, 20))
     def remove_tail(self, worker: str, which: int, pages: int) -> None:
-        keys = keys_of(self.prompts[which])[pages:][::-1]
+        keys = self.behind(worker, keys_of(self.prompts[which])[pages:])[::-1]
         self.say(worker, CacheEvent(Kind.REMOVED, keys))
         for key in keys:
             self.held[worker].pop(key, None)
 
     @rule(worker=st.sampled_from("abc"), which=st.integers(0, 3), tier=st.sampled_from(["host", "disk", "device"]))
     def move(self, worker: str, which: int, tier: str) -> None:
-        keys = [key for key in keys_of(self.prompts[which]) if key in self.held[worker]]
+        held, tiers = self.held[worker], ["device", "host", "disk"]
+        keys = [key for key in keys_of(self.prompts[which]) if key in held]
+        higher = [key for key in self.behind(worker, keys) if tiers.index(held[key]) < tiers.index(tier)]
+        keys = list(dict.fromkeys([*keys, *higher]))
         self.say(worker, CacheEvent(Kind.TIER_CHANGED, keys, tier))
-        self.held[worker].update(dict.fromkeys(keys, tier))
+        held.update(dict.fromkeys(keys, tier))
 
     @rule(worker=st.sampled_from("abc"))
     def restart(self, worker: str) -> None:
