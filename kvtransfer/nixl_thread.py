@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 from kvtransfer.batches import Batch, batches
-from kvtransfer.nixl_agent import failures, load, make_agent
+from kvtransfer.nixl_agent import Reads, failures, load, make_agent
 from kvtransfer.transport import Agent, Flight, Incarnation, ReadStats
 from kvtransfer.types import Region
 from runtime.errors import DeadlineExceeded, TransferFailed
@@ -65,7 +65,7 @@ class _Peer:
 class _InFlight:
     batch: Batch
     peer: _Peer
-    handle: Any
+    handle: int
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +80,7 @@ class Owner:
     _commands: queue.SimpleQueue[Flight | Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     _accepting: bool = True
     _agent: Any = None
+    _reads: Reads = field(init=False)  # from open() on
     _registered: list[Any] = field(default_factory=list)
     _peers: dict[str, _Peer] = field(default_factory=dict)
     _active: list[_InFlight] = field(default_factory=list)
@@ -132,7 +133,7 @@ class Owner:
             with contextlib.suppress(queue.Empty):
                 command = self._commands.get(timeout=self._pause())
         if isinstance(command, Flight):
-            command = self._reads(command)
+            command = self._take_reads(command)
         if command is None:
             return False
         command()
@@ -144,7 +145,7 @@ class Owner:
     def _pause(self) -> float:
         return min(max((time.monotonic() - self._changed_at) * POLL_SHARE, POLL_FIRST_S), POLL_LAST_S)
 
-    def _reads(self, first: Flight) -> Callable[[], None] | None:
+    def _take_reads(self, first: Flight) -> Callable[[], None] | None:
         """Post what is queued up to the first command, which is returned."""
         if self._commands.empty():
             if self._wanted(first):
@@ -181,6 +182,7 @@ class Owner:
         """Make the agent and register memory; its metadata."""
         api, bindings = load()
         self._agent = make_agent(api, bindings, self.agent_name, self.progress_us)
+        self._reads = Reads(self._agent)
         for memory in sorted({r.memory for r in regions}):
             table = [(r.base, r.length, r.device, "") for r in regions if r.memory == memory]
             self._registered.append(self._agent.register_memory(table, memory))
@@ -229,8 +231,9 @@ class Owner:
                 raise TransferFailed("the peer was disconnected")
             if peer.broken or not peer.added:
                 self._add(peer)
-            handle = self._initialize(batch)
-            state = self._agent.transfer(handle)
+            moves = batch.flights[0].moves
+            handle = self._reads.prepare(peer.name, batch.local, moves.local_memory, batch.remote, moves.remote_memory)
+            state = self._reads.post(handle)
         except _expected() as error:  # these reads fail, the others go on
             if handle is None and len(batch.flights) > 1:  # nothing has moved: find out whose fault it is
                 for flight in batch.flights:
@@ -247,12 +250,6 @@ class Owner:
         else:
             self._broken(batch, handle, peer, TransferFailed("the post failed"))
 
-    def _initialize(self, batch: Batch) -> Any:
-        moves = batch.flights[0].moves
-        local = self._agent.get_xfer_descs(batch.local, moves.local_memory)
-        remote = self._agent.get_xfer_descs(batch.remote, moves.remote_memory)
-        return self._agent.initialize_xfer("READ", local, remote, batch.flights[0].peer)
-
     def _poll(self) -> None:
         ended = [entry for entry in self._active if not self._in_progress(entry)]
         for entry in ended:
@@ -263,7 +260,7 @@ class Owner:
 
     def _in_progress(self, entry: _InFlight) -> bool:
         try:
-            state = self._agent.check_xfer_state(entry.handle)
+            state = self._reads.state(entry.handle)
         except failures() as error:  # a lost peer raises instead of answering "ERR"
             self._broken(entry.batch, entry.handle, entry.peer, error)
             return False
@@ -282,9 +279,9 @@ class Owner:
         for flight in [f for f in entry.batch.flights if now >= f.deadline and not f.result.done()]:
             self._results.append(partial(flight.fail, DeadlineExceeded("the read did not finish in time")))
 
-    def _succeed(self, batch: Batch, handle: Any, peer: _Peer) -> None:
+    def _succeed(self, batch: Batch, handle: int, peer: _Peer) -> None:
         """Say so first, unless more is to be said soon; the handle may wait."""
-        counted = self._agent.get_xfer_telemetry(handle)
+        counted = self._reads.counted(handle)
         if len(batch.flights) > 1 and counted.totalBytes != batch.nbytes:
             error = TransferFailed(f"{counted.totalBytes} of {batch.nbytes} bytes arrived")
             self._broken(batch, handle, peer, error)
@@ -293,13 +290,13 @@ class Owner:
         self._results.append(partial(batch.succeed, total))
         if not self._more or time.monotonic() - self._reported_at > REPORT_S:
             self._report()
-        handle.release()
+        self._reads.release(handle)
 
-    def _broken(self, batch: Batch, handle: Any, peer: _Peer | None, error: Exception) -> None:
+    def _broken(self, batch: Batch, handle: int | None, peer: _Peer | None, error: Exception) -> None:
         """The handle has ended (or never began): release it, and have the peer set up anew."""
         log.warning("NIXL reads failed", extra={"peer": batch.flights[0].peer, "error": type(error).__name__})
         if handle is not None:
-            handle.release()
+            self._reads.release(handle)
         if peer is not None:
             peer.broken = True
             self._tidy(peer)
@@ -352,14 +349,13 @@ class Owner:
                 self.disconnect(name)
 
     def _shut(self) -> None:
-        """Wait until nothing can land any more, remove every peer, give the memory back."""
+        """Wait until nothing can land any more, remove every peer, give the memory back. A handle that is active still
+        is left as it is, and so is the agent: released, it would be used after its end."""
         until = time.monotonic() + CLOSE_S
         while self._active and time.monotonic() < until:
             self._poll()
             self._report()
             time.sleep(POLL_LAST_S)
-        for entry in self._active:
-            entry.handle._released = True  # never released while active: leaked on purpose, with its agent
         for name in list(self._peers):
             self.disconnect(name)
         if self._agent is not None and not self._active:
