@@ -111,10 +111,11 @@ def secured(config: Config) -> Config:
 
     Workers that join a running Ray cluster would outlive the only process that knows a random one: then there is none,
     and where clients need a key or a certificate this raises InvalidRequest."""
+    named_salt, config = config.cache_salt_secret, _salted(config)
     if config.registry or config.registry_token:
         return config
-    if config.tls_key or config.cache_salt_secret:
-        secret = Path(config.tls_key).read_bytes() if config.tls_key else config.cache_salt_secret.encode()
+    if config.tls_key or named_salt:
+        secret = Path(config.tls_key).read_bytes() if config.tls_key else named_salt.encode()
         token = hmac.new(secret, b"pdserve registry token", "sha256").hexdigest()
     elif config.address:
         if not (config.api_keys_file or config.tls_cert):
@@ -123,6 +124,17 @@ def secured(config: Config) -> Config:
     else:
         token = secrets.token_urlsafe(32)
     return config.model_copy(update={"registry_token": token})
+
+
+_ROUTERS_OWN = {"cache_salt_secret": ""}
+"""Nothing a worker is to know."""
+
+
+def _salted(config: Config) -> Config:
+    """A router that is started again, or a second one, makes the salts that the cached prefixes live under."""
+    if config.cache_salt_secret:
+        return config
+    return config.model_copy(update={"cache_salt_secret": secrets.token_urlsafe(32)})
 
 
 def plan(config: Config, registry: str, *, cores: int, gpus: int) -> list[WorkerSpec]:
@@ -141,7 +153,12 @@ def spec_of(config: Config, registry: str, name: str, role: str, *, cores: int, 
         threads=threads,
         cpus=float(max(1, threads)) if config.address else 1.0,
         gpus=_gpu_share(config, gpus, most),
-        settings={**settings_of(config), "role": role, "worker_id": name, "registry": registry},
+        settings={
+            **settings_of(config.model_copy(update=_ROUTERS_OWN)),
+            "role": role,
+            "worker_id": name,
+            "registry": registry,
+        },
     )
 
 

@@ -135,7 +135,9 @@ class Config(BaseSettings):
         "", description="web pages that may read answers: origins with commas between them, or *; empty = none"
     )
     cache_salt_secret: str = Field(
-        "", description="keeps tenants' cached prefixes apart; empty = random at every start"
+        "",
+        description="keeps tenants' cached prefixes apart, and proves what routers tell each other; the same for all "
+        "routers of a deployment; empty = random at every start",
     )
     max_body_bytes: int = Field(4 << 20, gt=0, description="of an HTTP request")
     max_prompt_tokens: int = Field(0, ge=0, description="0 = the context")

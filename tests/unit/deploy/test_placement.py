@@ -96,6 +96,14 @@ def test_a_path_means_the_same_in_every_process(tmp_path: object, monkeypatch: p
     assert settings_of(config(model="oracle"))["model"] == "oracle"
 
 
+def test_every_start_of_a_clusters_router_makes_the_same_salts_and_workers_are_not_told() -> None:
+    one, two = secured(Config()), secured(Config())
+    assert one.cache_salt_secret != two.cache_salt_secret != ""
+    assert secured(Config(cache_salt_secret="mine")).cache_salt_secret == "mine"
+    assert settings_of(one)["cache_salt_secret"] == one.cache_salt_secret
+    assert all("cache_salt_secret" not in spec.settings for spec in plan(one, "127.0.0.1:1", cores=2, gpus=0))
+
+
 def test_workers_get_a_token_and_the_same_one_the_next_time_where_there_is_a_secret(tmp_path: Path) -> None:
     key = tmp_path / "tls.key"
     key.write_text("private")
@@ -103,6 +111,8 @@ def test_workers_get_a_token_and_the_same_one_the_next_time_where_there_is_a_sec
     assert secured(Config()).registry_token != secured(Config()).registry_token != ""
     assert secured(Config(registry="redis://127.0.0.1:1")).registry_token == "", "workers register in Redis"
     assert secured(Config(address="127.0.0.1:1")).registry_token == "", "its workers outlive who would know it"
+    named = Config(cache_salt_secret="mine")
+    assert secured(named).registry_token == secured(named).registry_token
     assert secured(Config(api_keys_file="k", registry_token="mine")).registry_token == "mine"
     assert secured(config(**tls)).registry_token == secured(config(**tls)).registry_token != ""
     one, two = secured(Config(api_keys_file="k")), secured(Config(api_keys_file="k"))
