@@ -31,6 +31,7 @@ from engine.api import EngineRequest, Event, Failed, Mode, Tokens
 from engine.loop import Engine, EngineSpec
 from engine.plan import SamplingParams
 from engine.runner import load_runner
+from engine.tiers.carriers import carrier_for
 from engine.tiers.pool import HostPool, Mover
 from kvtransfer.files import BlockFile, NixlFile, PlainFile
 from kvtransfer.hashing import root
@@ -162,7 +163,8 @@ class Copies:
         )
         host = HostPool(spec.components, regions, count, 0)
         self._keep = (device, host)
-        self._mover = Mover(tuple(spec.components), regions, host.regions)
+        carrier = carrier_for(bench.config, regions, host.regions)
+        self._mover = Mover(tuple(spec.components), regions, host.regions, carrier)
         self._page = self._mover.item_bytes(True)
         self._rate = rate
         self._stop = threading.Event()

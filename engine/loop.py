@@ -131,6 +131,7 @@ class Engine:
             news=self._poke,
             now=clock.monotonic,
             ways=ways,
+            busy=lambda: self._stepping,
         )
         if self.model.record_bytes:
             memory.settle = lambda copy: _settle(runner, copy)
@@ -150,6 +151,7 @@ class Engine:
         self._stopping = False
         self._dead = False
         self._faults = 0
+        self._stepping = False
         self._alive_at = clock.monotonic()
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.pages.set_free_listener(self._poke)
@@ -301,6 +303,7 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         started = self._clock.monotonic()
+        self._stepping = True
         try:
             result = self._runner.run(plan)
         except RowsFailed as failure:
@@ -316,6 +319,8 @@ class Engine:
             now = self._clock.monotonic()
             self._measure(plan, now - started)
             self._scheduler.apply(result, now)
+        finally:
+            self._stepping = False
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         """What a prefill costs here, for the choice between fetching and computing."""

@@ -11,11 +11,12 @@ import torch
 
 from engine.flops import CountedWeights, flops_of
 from engine.heap import keep_freed_memory
-from engine.kernels.decode_cpu import MAX_ROWS, CompiledDecoder, default_cache
+from engine.kernels.decode_cpu import MAX_ROWS, CompiledDecoder
 from engine.layers.batch import Inputs
 from engine.layers.pools import Pools
 from engine.models.llama import LlamaModel
 from engine.models.registry import build, model_config
+from engine.native import default_cache
 from engine.plan import Logprob, Row, RowResult, StepPlan, StepResult
 from engine.runner_api import ModelSpec, RowsFailed
 from engine.sampler import Sampled, logprobs, sample

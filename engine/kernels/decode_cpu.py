@@ -7,11 +7,6 @@ the model itself (engine/models/llama.py); a test compares the two.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.native import NotBuilt, library
 from kvtransfer.types import PAGE_TOKENS
 from runtime.errors import Unsupported
 
 MAX_ROWS = 64
 """Largest step it takes; beyond, the packed matmuls of the model are as good."""
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-math-errno", "-fopenmp")
+FLAGS = ("-fno-math-errno", "-fopenmp")
 SOURCE = Path(__file__).with_name("decode_cpu.cpp")
 
 
@@ -215,34 +211,12 @@ def _words(values: Sequence[int]) -> npt.NDArray[np.int64]:
     return np.asarray(values, dtype=np.int64)
 
 
-def default_cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "pdserve" / "compiled"
-
-
 def _load(cache: Path) -> ctypes.CDLL:
-    """Build unless it is there. Concurrent builders do not meet: each renames a finished file into place."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise Unsupported("compile needs g++", field="compile")
-    openmp = _openmp_of_torch()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, str(openmp).encode(), _cpu())
-    library = cache / f"decode-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
-    if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            part = Path(folder) / "decode"
-            _run([compiler, *FLAGS, "-c", str(SOURCE), "-o", f"{part}.o"])
-            _run([compiler, "-shared", f"{part}.o", *openmp, "-o", f"{part}.so"])
-            os.replace(f"{part}.so", library)
-    return ctypes.CDLL(str(library))
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Unsupported("g++ could not compile the decode step for this CPU", field="compile")
+    """Raises Unsupported."""
+    try:
+        return library(SOURCE, cache, FLAGS, _openmp_of_torch())
+    except NotBuilt as error:
+        raise Unsupported(f"the decode step cannot be compiled: {error}", field="compile") from error
 
 
 def _openmp_of_torch() -> list[str]:
@@ -250,11 +224,3 @@ def _openmp_of_torch() -> list[str]:
     root = Path(torch.__file__).parent
     found = sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])
     return [str(found[0])] if found else ["-lgomp"]
-
-
-def _cpu() -> bytes:
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return b""
-    return next((line for line in lines if line.startswith(b"flags")), b"")

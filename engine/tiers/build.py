@@ -11,15 +11,17 @@ from engine.prefix_cache import PrefixCache
 from engine.retention import Retained
 from engine.runner_api import ModelSpec
 from engine.states import StateCache
+from engine.tiers.carriers import Carrier, carrier_for
 from engine.tiers.disk import Disk, Folder, OpenFile
+from engine.tiers.pace import Pace
 from engine.tiers.policy import Options, Sightings
-from engine.tiers.pool import Copier, HostPool, Mover, copy_host
+from engine.tiers.pool import HostPool, Mover
 from engine.tiers.tiers import Tiers
 from engine.tiers.work import Lane, Thread
 from kvtransfer.files import PlainFile
 from kvtransfer.types import PAGE_TOKENS, Region
 from runtime.config import Config
-from runtime.errors import InvalidRequest, Unsupported
+from runtime.errors import InvalidRequest
 
 SLOT_SHARE = 2
 """By default at most one byte in so many of the host pool is for states, cached ones and those of swapped requests."""
@@ -30,10 +32,11 @@ SLOTS_PER_DEVICE_SLOT = 4
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How bytes move between tiers. copier: for pools that are not in host memory. open_file: the disk tier's file.
-    layout: names what a page's bytes depend on beside its key and shape. lanes: of a test, instead of threads."""
+    """How bytes move between tiers. carry: makes who copies between the device's regions and the host's. open_file: the
+    disk tier's file. layout: names what a page's bytes depend on beside its key and shape. lanes: of a test, instead of
+    threads."""
 
-    copier: Copier | None = None
+    carry: Callable[[Config, Sequence[Region], Sequence[Region]], Carrier] = carrier_for
     open_file: OpenFile = PlainFile
     layout: str = ""
     lane: Lane | None = None
@@ -52,19 +55,20 @@ def make_tiers(
     news: Callable[[], None],
     now: Callable[[], float],
     ways: Ways,
+    busy: Callable[[], bool] = lambda: False,
 ) -> tuple[Tiers, HostPool] | None:
     """None when no host pool is configured.
 
-    Raises InvalidRequest (the pool is smaller than a page, no folder is free), Unsupported (device memory and no copier
-    for it), OSError (the disk).
+    Raises InvalidRequest (the pool is smaller than a page, no folder is free), Unsupported (nobody can copy from such
+    device memory), OSError (the disk). busy: a step is running.
     """
     count, host_slots = host_items(config, model, slots.total)
     if count == 0:
         return None
-    if ways.copier is None and any(region.memory != "DRAM" for region in device):
-        raise Unsupported("a host pool needs a copier for this device's memory", field="host_pool_bytes")
     host = HostPool(model.components, device, count + 1, host_slots + 1 if host_slots else 0)
-    mover = Mover(tuple(model.components), tuple(device), host.regions, ways.copier or copy_host)
+    carrier = ways.carry(config, device, host.regions)
+    pace = Pace(carrier.beside_step, busy)
+    mover = Mover(tuple(model.components), tuple(device), host.regions, carrier, pace.spent)
     options = Options(
         pages=count + 1,
         slots=host_slots + 1 if host_slots else 0,

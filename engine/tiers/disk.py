@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from engine.tiers.carriers import Pair
 from engine.tiers.journal import Journal, Put
-from engine.tiers.pool import Mover, Pair, Sums
+from engine.tiers.pool import Mover, Sums
 from kvtransfer.files import BlockFile
 from kvtransfer.types import Region
 from runtime import faults

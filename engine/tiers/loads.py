@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.pages import PageHold
-from engine.tiers.pool import Mover, Pair, Sums
+from engine.tiers.carriers import Pair
+from engine.tiers.pool import Mover, Sums
 from engine.tiers.stats import Counts
 from kvtransfer.types import PAGE_TOKENS
 

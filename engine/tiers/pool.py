@@ -8,41 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.tiers.carriers import PLAIN, Carrier, Found, Pair, Part
 from kvtransfer.checksum import wsum64
 from kvtransfer.types import Component, Region
 from runtime import faults
 
 Sums = tuple[int, ...]
 """Checksums of one item, over components and units."""
-
-Pair = tuple[int, int]
-"""(device item, host item)"""
-
-BLOCK_BYTES = 1 << 20
-"""Copied and summed in one go: as much as stays in a core's cache."""
-
-Table = list[tuple[int, int, int]]
-"""(target address, source address, bytes)"""
-
-
-class Copier(Protocol):
-    """Copies between a device pool and host memory, or within host memory; returns when every byte has arrived."""
-
-    def __call__(self, table: Table) -> None: ...
-
-
-def copy_host(table: Table) -> None:
-    """For device pools in host memory. memmove releases the GIL."""
-    for target, source, size in table:
-        ctypes.memmove(target, source, size)
-
 
 HOST_SUFFIX = "@host"
 
@@ -91,12 +69,14 @@ class HostPool:
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """Copies items between the device's regions and the host's. Any thread; the caller holds both sides."""
+    """Copies items between the device's regions and the host's. Any thread; the caller holds both sides. pause: called
+    between blocks of what nobody waits for, with the bytes of the last one."""
 
     components: tuple[Component, ...]
     device: tuple[Region, ...]
     host: tuple[Region, ...]
-    copy: Copier = copy_host
+    carrier: Carrier = PLAIN
+    pause: Callable[[int], None] = lambda _: None
 
     def item_bytes(self, paged: bool) -> int:
         return sum(h.stride for _, _, h in self._parts(paged))
@@ -109,17 +89,19 @@ class Mover:
         """(address, bytes) of one host page, component by component."""
         return [(h.base + page * h.stride, h.stride) for _, _, h in self._parts(True)]
 
-    def save(self, paged: bool, pairs: Sequence[Pair]) -> list[Sums]:
-        """Device to host. The checksums of the host items, each taken while its bytes are in the processor's cache."""
+    def save(self, paged: bool, pairs: Sequence[Pair], *, in_no_hurry: bool = False) -> list[Sums]:
+        """Device to host. The checksums of the host items, taken while the bytes are in the processor's cache."""
         faults.strike("tier.store")
         sums: list[Sums] = []
         for some in self._blocks(paged, pairs):
-            self.copy(self._table(paged, some, down=True))
-            sums += self.sums(paged, [host for _, host in some])
+            sums += self._moved(paged, some, down=True)
+            if in_no_hurry:
+                self.pause(len(some) * self.item_bytes(paged))
         return sums
 
     def load(self, paged: bool, pairs: Sequence[Pair], sums: Sequence[Sums]) -> int:
-        """Host to device, as far as the checksums agree: how many leading items are good and have been copied."""
+        """Host to device, as far as the checksums agree: how many leading items are good and there. Whatever else has
+        been written is not what it should be."""
         faults.strike("tier.load")
         for _, _, region in self._parts(paged):
             if pairs and faults.on("tier.corrupt") is not None:
@@ -127,29 +109,35 @@ class Mover:
         done = 0
         for some in self._blocks(paged, pairs):
             expected = sums[done : done + len(some)]
-            found = self.sums(paged, [host for _, host in some])
+            found = self._moved(paged, some, down=False)
             good = next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b), len(some))
-            self.copy(self._table(paged, some[:good], down=False))
             done += good
             if good < len(some):
                 break
         return done
 
+    def _moved(self, paged: bool, pairs: Sequence[Pair], down: bool) -> list[Sums]:
+        """Copy, and the checksums of what the host has."""
+        parts = []
+        for part in self._parts(paged):
+            found = self.carrier.move(part, pairs, down)
+            parts.append(found if found is not None else self._summed(part, [host for _, host in pairs]))
+        return _joined(parts)
+
     def _blocks(self, paged: bool, pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-        step = max(1, BLOCK_BYTES // max(self.item_bytes(paged), 1))
+        step = max(1, self.carrier.block_bytes // max(self.item_bytes(paged), 1))
         for start in range(0, len(pairs), step):
             yield pairs[start : start + step]
 
     def sums(self, paged: bool, items: Sequence[int]) -> list[Sums]:
         """Checksums of host items, whatever part of a page is valid."""
-        if not items:
-            return []
-        parts = []
-        for component, _, region in self._parts(paged):
-            flat = wsum64(region, component, tuple(items), (component.tokens,) * len(items))
-            parts.append(np.array(flat, np.uint64).reshape(len(items), -1))
-        joined = np.concatenate(parts, axis=1)
-        return [tuple(row) for row in joined.tolist()]
+        return _joined([self._summed(part, items) for part in self._parts(paged)]) if items else []
+
+    @staticmethod
+    def _summed(part: Part, items: Sequence[int]) -> Found:
+        component, _, region = part
+        flat = wsum64(region, component, tuple(items), (component.tokens,) * len(items))
+        return np.array(flat, np.uint64).reshape(len(items), -1)
 
     def poison(self, paged: bool, items: Iterable[int]) -> None:
         """Overwrite device items (host memory only), so that a copy that did not happen shows."""
@@ -158,30 +146,15 @@ class Mover:
                 assert region.memory == "DRAM", "poison is for pools in host memory"
                 ctypes.memset(region.base + item * region.stride, 0xA5, region.stride)
 
-    def _parts(self, paged: bool) -> list[tuple[Component, Region, Region]]:
+    def _parts(self, paged: bool) -> list[Part]:
         by_name = {r.component: r for r in self.host}
         kinds = {c.name: c for c in self.components}
         found = [(kinds[d.component], d, by_name.get(host_name(d.component))) for d in self.device]
         return [(c, d, h) for c, d, h in found if c.paged == paged and h is not None]
 
-    def _table(self, paged: bool, pairs: Sequence[Pair], down: bool) -> Table:
-        table: Table = []
-        for _, device, host in self._parts(paged):
-            for here, there in pairs:
-                up, low = device.base + here * device.stride, host.base + there * host.stride
-                table.append((low, up, host.stride) if down else (up, low, host.stride))
-        return _merged(table)
 
-
-def _merged(table: Table) -> Table:
-    """Neighbours on both sides become one copy."""
-    out: Table = []
-    for target, source, size in table:
-        if out and out[-1][0] + out[-1][2] == target and out[-1][1] + out[-1][2] == source:
-            out[-1] = (out[-1][0], out[-1][1], out[-1][2] + size)
-        else:
-            out.append((target, source, size))
-    return out
+def _joined(parts: Sequence[Found]) -> list[Sums]:
+    return [tuple(row) for row in np.concatenate(parts, axis=1).tolist()]
 
 
 def view(region: Region) -> npt.NDArray[np.uint8]:

@@ -63,7 +63,7 @@ class StateStores:
             return
         if all(pool.free * 2 > pool.total for pool in (self._slots, self._pages)):
             return
-        if not self._start(self._states.victims(LOOK_AHEAD), 1, self._ahead):
+        if not self._start(self._states.victims(LOOK_AHEAD), 1, self._ahead, in_no_hurry=True):
             self._looked_at = now
 
     def make_room(self, slots: int, pages: Collection[int], keep: State | None) -> bool:
@@ -82,7 +82,7 @@ class StateStores:
         """It has left the device."""
         self._ahead.discard(state_id(state.key, state.tail))
 
-    def _start(self, going: Iterable[State], limit: int, tried: set[bytes]) -> bool:
+    def _start(self, going: Iterable[State], limit: int, tried: set[bytes], *, in_no_hurry: bool = False) -> bool:
         """Whether some are on their way now, or were left."""
         for state in going:
             name = state_id(state.key, state.tail)
@@ -91,12 +91,12 @@ class StateStores:
                 continue
             if len(self._storing) >= limit:
                 return True
-            if not self._store(name, state):
+            if not self._store(name, state, in_no_hurry):
                 return bool(self._storing)
             tried.add(name)
         return bool(self._storing)
 
-    def _store(self, name: bytes, state: State) -> bool:
+    def _store(self, name: bytes, state: State, in_no_hurry: bool) -> bool:
         """False: there is no room on the host."""
         if not self._whole(state):
             return True
@@ -107,7 +107,7 @@ class StateStores:
             self._host_pages.release(pages or [])
             self._counts.dropped += 1
             return False
-        self._save(name, state, slots, pages)
+        self._save(name, state, slots, pages, in_no_hurry)
         return True
 
     def _whole(self, state: State) -> bool:
@@ -120,7 +120,7 @@ class StateStores:
         state.whole = state.length
         return True
 
-    def _save(self, name: bytes, state: State, slots: Sequence[int], pages: Sequence[int]) -> None:
+    def _save(self, name: bytes, state: State, slots: Sequence[int], pages: Sequence[int], in_no_hurry: bool) -> None:
         self._storing.add(name)
         partial = [state.page] if state.page else []
         self._pages.share(partial)
@@ -129,8 +129,9 @@ class StateStores:
         source = state.slot
 
         def run() -> _Bytes:
-            found = self._mover.save(True, list(zip(partial, pages, strict=True))) if partial else []
-            return self._mover.save(False, [(source, slots[0])]), found
+            save, pairs = self._mover.save, list(zip(partial, pages, strict=True))
+            found = save(True, pairs, in_no_hurry=in_no_hurry) if partial else []
+            return save(False, [(source, slots[0])], in_no_hurry=in_no_hurry), found
 
         def done(sums: _Bytes, error: Exception | None, seconds: float) -> None:
             self._storing.discard(name)

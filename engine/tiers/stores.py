@@ -57,7 +57,7 @@ class Stores:
         """Start copies of idle device pages that would be evicted soon and are wanted below."""
         if self._pages.free * 2 <= self._pages.total:
             quiet = max(1, self._pages.total // QUIET_SHARE)
-            self._start(LOOK_AHEAD, frozenset(), min(self._queue_pages, quiet), self._ahead)
+            self._start(LOOK_AHEAD, frozenset(), min(self._queue_pages, quiet), self._ahead, in_no_hurry=True)
 
     def make_room(self, count: int, keep: Collection[int]) -> bool:
         """Start copies of the `count` idle pages that are about to be evicted (none of `keep`), where their bytes are
@@ -71,7 +71,9 @@ class Stores:
         """These have left the device."""
         self._ahead.difference_update(keys)
 
-    def _start(self, count: int, keep: Collection[int], limit: int, tried: set[bytes]) -> bool:
+    def _start(
+        self, count: int, keep: Collection[int], limit: int, tried: set[bytes], *, in_no_hurry: bool = False
+    ) -> bool:
         """Store what is wanted of the next `count` pages, as long as no more than `limit` pages are on their way.
         tried: keys this is not done for again, or a small host would push them out in turn for ever. Whether something
         was left."""
@@ -92,11 +94,11 @@ class Stores:
             batch.append(Entry(key, target[0], parent, self._cache.depth(key) - 1, ()))
             sources.append(page)
         if batch:
-            self._store(batch, sources)
+            self._store(batch, sources, in_no_hurry)
         tried.update(entry.key for entry in batch)
         return left
 
-    def _store(self, batch: list[Entry], sources: list[int]) -> None:
+    def _store(self, batch: list[Entry], sources: list[int], in_no_hurry: bool) -> None:
         self._pages.share(sources)
         self._storing.update(entry.key for entry in batch)
         pairs = list(zip(sources, (entry.page for entry in batch), strict=True))
@@ -114,7 +116,7 @@ class Stores:
                 self._refused.update(entry.key for entry in batch)
             self._host.pool.release([entry.page for entry in batch])
 
-        self._submit(lambda: self._mover.save(True, pairs), done)
+        self._submit(lambda: self._mover.save(True, pairs, in_no_hurry=in_no_hurry), done)
 
     def check_empty(self) -> None:
         """Raises AssertionError."""

@@ -418,6 +418,7 @@ class Tiers:
         """Wait for what is under way and conclude it. Idempotent."""
         self._lane.close()
         self.poll()
+        self._mover.carrier.close()
         if self.disk is not None:
             self.disk.close()
 

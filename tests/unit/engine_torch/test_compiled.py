@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.decode_cpu import default_cache
+from engine.native import default_cache
 from engine.plan import SamplingParams
 from engine.runner import RunnerOptions, TorchRunner
 from engine.weights import RandomWeights

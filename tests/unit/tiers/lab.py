@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.loop import Engine, EngineSpec
 from engine.models.oracle import OracleRunner
 from engine.tiers.build import Ways
+from engine.tiers.carriers import Carrier, Found, Pair, Part, Plain
 from engine.tiers.tiers import Tiers
 from engine.tiers.work import Inline, Job, Lane
 from runtime.clock import FakeClock
@@ -48,6 +50,17 @@ class Manual:
         self.run_all()
 
 
+class Lazy(Plain):
+    """Copies nothing and says it has."""
+
+    def move(self, part: Part, pairs: Sequence[Pair], down: bool) -> Found | None:
+        return None
+
+
+def carry(*_: object) -> Carrier:
+    return Plain()
+
+
 @dataclass
 class TierLab(Lab):
     """host_pages: that can be handed out. Device pages that have gone down are poisoned."""
@@ -66,7 +79,7 @@ class TierLab(Lab):
         self.events = []
 
     def ways(self) -> Ways:
-        return Ways(lane=self.lane, disk_lane=self.lane_of_disk, layout="oracle")
+        return Ways(carry, lane=self.lane, disk_lane=self.lane_of_disk, layout="oracle")
 
     @property
     def tiers(self) -> Tiers:

@@ -22,7 +22,7 @@ from kvtransfer.types import Region
 from runtime import faults
 from runtime.errors import InvalidRequest
 from tests.unit.engine_core.lab import ROOT, prompt, request
-from tests.unit.tiers.lab import Manual, TierLab
+from tests.unit.tiers.lab import Manual, TierLab, carry
 from tests.unit.tiers.test_host import cached, said
 
 PAGE = 2048
@@ -42,7 +42,7 @@ class DiskLab(TierLab):
         super().__post_init__()
 
     def ways(self) -> Ways:
-        return Ways(lane=self.lane, disk_lane=self.lane_of_disk, layout="oracle", open_file=self.open_file)
+        return Ways(carry, lane=self.lane, disk_lane=self.lane_of_disk, layout="oracle", open_file=self.open_file)
 
 
 def lab(folder: Path, **more: object) -> DiskLab:

@@ -9,7 +9,7 @@ from kvtransfer.hashing import page_keys, root
 from kvtransfer.types import First
 from runtime import faults
 from tests.unit.engine_core.lab import ROOT, move, prompt, request, undisturbed
-from tests.unit.tiers.lab import Manual, TierLab
+from tests.unit.tiers.lab import Lazy, Manual, TierLab
 
 
 def said(lab: TierLab, name: str, tokens: tuple[int, ...], **more: object) -> list[int]:
@@ -45,7 +45,7 @@ def test_a_page_that_was_not_copied_up_shows_because_the_device_is_poisoned() ->
     first = prompt(128)
     said(lab, "a", first)
     said(lab, "b", prompt(176, seed=1))
-    object.__setattr__(lab.tiers._mover, "copy", lambda table: None)
+    object.__setattr__(lab.tiers._mover, "carrier", Lazy())
 
     with pytest.raises(AssertionError):
         said(lab, "c", first)

@@ -12,7 +12,7 @@ from engine.tiers.states import HostState, HostStates
 from kvtransfer.hashing import page_keys, root
 from runtime import faults
 from tests.unit.engine_core.lab import ROOT, prompt, request, undisturbed
-from tests.unit.tiers.lab import Manual, TierLab
+from tests.unit.tiers.lab import Lazy, Manual, TierLab
 
 FIRST = prompt(128)
 OTHER = prompt(176, seed=1)
@@ -115,7 +115,7 @@ def test_a_state_that_came_up_is_on_the_device_for_the_next_one() -> None:
 def test_a_state_that_was_not_copied_up_shows_because_the_device_is_poisoned() -> None:
     made = lab()
     pushed_out(made)
-    object.__setattr__(made.tiers._mover, "copy", lambda table: None)
+    object.__setattr__(made.tiers._mover, "carrier", Lazy())
     with pytest.raises(AssertionError):
         ask(made, "again", FIRST)
 
