@@ -1,0 +1,130 @@
+"""Real workers, a real router: a worker with running streams is drained, and nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.models.oracle import OracleRunner
+from protos.v1 import common_pb2, worker_pb2
+from router.app import Router
+from tests.integration.pd.inprocess import LocalWorker
+from tests.integration.pd.inprocess import config as local_config
+from tests.integration.pd.workers import WorkerProcess, baseline
+from tests.integration.router.scripted import config, until
+from tests.integration.router.test_real_workers import Real, real
+
+STEP_S = 0.02
+SLOW_STEP_S = 0.1
+TOKENS = 120
+"""Twelve seconds of slow decoding: a drain that waits for the streams shows."""
+
+
+def body(number: int, **fields: Any) -> dict[str, Any]:
+    prompt = [(7 * i + 13 * number) % 250 for i in range(40 + number)]
+    fixed = {"ignore_eos": True, "return_token_ids": True, "max_tokens": TOKENS, "seed": number, "temperature": 0.9}
+    return {"prompt": prompt, **fixed, **fields}
+
+
+async def stream(made: Real, number: int, **fields: Any) -> dict[int, list[int]]:
+    """The token ids a client got, by choice. Fails on an error event or without a finish."""
+    said: dict[int, list[int]] = {}
+    finishes: set[int] = set()
+    async with made.http.post("/v1/completions", json=body(number, stream=True, **fields)) as response:
+        assert response.status == 200
+        async for line in response.content:
+            text = line.decode().strip()
+            if not text.startswith("data: ") or text == "data: [DONE]":
+                continue
+            for choice in json.loads(text.removeprefix("data: "))["choices"]:
+                said.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+                if choice["finish_reason"]:
+                    finishes.add(choice["index"])
+    assert finishes == said.keys()
+    return said
+
+
+async def drain(worker: WorkerProcess, seconds: float) -> tuple[worker_pb2.DrainReply, float]:
+    """Its answer, and how long it took."""
+    started = time.monotonic()
+    request = worker_pb2.DrainRequest(drain=True, timeout_ms=round(1000 * seconds))
+    return await worker.admin.Drain(request, timeout=seconds + 10), time.monotonic() - started
+
+
+def running(made: Real, worker: WorkerProcess) -> int:
+    """Requests of this router at a worker."""
+    known = next(w for w in made.router.fleet.workers() if w.record.address == worker.address)
+    return known.inflight_requests
+
+
+def moves(made: Real, outcome: str, reason: str = "drain") -> float:
+    return made.router.metrics.value("pdserve_moves_total", {"reason": reason, "outcome": outcome})
+
+
+@asynccontextmanager
+async def within(router: Router, role: str, step_s: float = 0.0) -> AsyncIterator[LocalWorker]:
+    """A worker of the oracle model inside this process, of which every step takes so long."""
+    settings = local_config("oracle", role=role, registry=router.grpc, listen="127.0.0.1:0", drain_timeout_s=1.0)
+    worker = await LocalWorker(role, settings).start()
+    try:
+        runner = worker.parts.engine._runner
+        assert isinstance(runner, OracleRunner)
+        runner._step_s = step_s
+        yield worker
+    finally:
+        await worker.stop()
+
+
+async def test_a_drained_decode_worker_is_empty_long_before_its_streams_end_and_no_token_differs() -> None:
+    """A slow worker has all the streams when a quick one comes; the same requests, asked again there, never moved."""
+    async with AsyncExitStack() as stack:
+        router = await Router.start(config())
+        stack.push_async_callback(router.close)
+        prefill = await stack.enter_async_context(within(router, "prefill"))
+        source = await stack.enter_async_context(within(router, "decode", SLOW_STEP_S))
+        http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{router.http}"))
+        made = Real(router, [prefill, source], http)
+        await until(lambda: sum(state.usable for state in router.fleet.states()) == 2)
+        calls = [asyncio.create_task(stream(made, number)) for number in range(5)]
+        calls.append(asyncio.create_task(stream(made, 5, n=2)))
+        await until(lambda: running(made, source) == 6)
+        target = await stack.enter_async_context(within(router, "decode"))
+        await until(lambda: sum(state.usable for state in router.fleet.states()) == 3)
+
+        reply, seconds = await drain(source, 20)
+
+        assert (reply.running, reply.leases) == (0, 0)
+        assert seconds < TOKENS * SLOW_STEP_S / 2, "it did not wait for the streams"
+        await baseline(source)
+        moved = await asyncio.gather(*calls)
+        assert moves(made, "moved") == 7
+        assert router.metrics.value("pdserve_router_retries_total", {"kind": "continue"}) == 0
+        assert moved == await asyncio.gather(*(stream(made, number) for number in range(5)), stream(made, 5, n=2))
+        await baseline(prefill, source, target)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_changes_its_role_is_left_and_a_target_killed_afterwards_costs_no_stream() -> None:
+    async with real("both") as made:
+        right = [await stream(made, number) for number in range(3)]
+    async with real("prefill", "decode", "both", step_s=STEP_S) as made:
+        calls = [asyncio.create_task(stream(made, number)) for number in range(3)]
+        source, other = made.workers["decode"], made.workers["both"]
+        await until(lambda: running(made, source) >= 1)
+
+        await source.admin.SetRole(worker_pb2.SetRoleRequest(role=common_pb2.ROLE_PREFILL), timeout=5)
+        await until(lambda: moves(made, "moved", "role") >= 1)
+        await until(lambda: running(made, source) == 0)
+        await source.admin.SetRole(worker_pb2.SetRoleRequest(role=common_pb2.ROLE_DECODE), timeout=5)
+        await until(lambda: all(state.usable for state in made.router.fleet.states()))
+        await other.kill()
+
+        assert await asyncio.gather(*calls) == right
+        await baseline(source, made.workers["prefill"])
