@@ -62,13 +62,15 @@ class WorkerView:
     mixed_at: float = 0.0
 
     def queue_s(self, now: float) -> float:
-        """Predicted seconds until everything accepted here is prefilled. The one that runs counts less as it ages,
-        but never as over: it is late, not done."""
+        """Predicted seconds until everything accepted here is prefilled. The one that runs counts less as it ages, but
+        never as over: it is late, not done. And what is late by some time is expected to take as long again, so that a
+        worker that has stopped, or knows less than it says, is avoided before any timer of ours runs out."""
         if not self.work:
             return 0.0
         total = sum(work.seconds for work in self.work.values())
         head = next(iter(self.work.values())).seconds
-        return total - head + max(head - (now - self.head_since), 0.1 * head)
+        age = now - self.head_since
+        return total - head + max(head - age, 0.1 * head, age - head)
 
     def mixed_share(self, now: float, window_s: float) -> float:
         """Share of the last `window_s` spent on prompts beside decoding."""
