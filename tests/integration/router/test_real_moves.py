@@ -12,9 +12,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from bench.sim.live import configured
 from engine.models.oracle import OracleRunner
+from pdserve.sim import nics
 from protos.v1 import common_pb2, worker_pb2
 from router.app import Router
+from runtime.config import Config
 from tests.integration.pd.inprocess import LocalWorker
 from tests.integration.pd.inprocess import config as local_config
 from tests.integration.pd.workers import WorkerProcess, baseline
@@ -71,15 +74,24 @@ def moves(made: Real, outcome: str, reason: str = "drain") -> float:
 @asynccontextmanager
 async def within(router: Router, role: str, step_s: float = 0.0) -> AsyncIterator[LocalWorker]:
     """A worker of the oracle model inside this process, of which every step takes so long."""
-    settings = local_config("oracle", role=role, registry=router.grpc, listen="127.0.0.1:0", drain_timeout_s=1.0)
-    worker = await LocalWorker(role, settings).start()
-    try:
+    async with started(local_config("oracle", role=role, **reached(router))) as worker:
         runner = worker.parts.engine._runner
         assert isinstance(runner, OracleRunner)
         runner._step_s = step_s
         yield worker
+
+
+@asynccontextmanager
+async def started(settings: Config) -> AsyncIterator[LocalWorker]:
+    worker = await LocalWorker(settings.role, settings).start()
+    try:
+        yield worker
     finally:
         await worker.stop()
+
+
+def reached(router: Router) -> dict[str, Any]:
+    return {"registry": router.grpc, "listen": "127.0.0.1:0", "drain_timeout_s": 1.0}
 
 
 async def test_a_drained_decode_worker_is_empty_long_before_its_streams_end_and_no_token_differs() -> None:
@@ -108,6 +120,31 @@ async def test_a_drained_decode_worker_is_empty_long_before_its_streams_end_and_
         assert router.metrics.value("pdserve_router_retries_total", {"kind": "continue"}) == 0
         assert moved == await asyncio.gather(*(stream(made, number) for number in range(5)), stream(made, 5, n=2))
         await baseline(prefill, source, target)
+
+
+async def test_simulated_workers_give_their_streams_away_too() -> None:
+    profile = nics("sim-h100-8b").profile
+    async with AsyncExitStack() as stack:
+        router = await Router.start(config())
+        stack.push_async_callback(router.close)
+        workers = []
+        for name, role in (("p", "prefill"), ("d0", "decode"), ("d1", "decode")):
+            flags = {"role": role, "sim": "sim-h100-8b", "worker_id": name, **reached(router)}
+            settings = configured(local_config("oracle", **flags), profile)
+            workers.append(await stack.enter_async_context(started(settings)))
+        http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{router.http}"))
+        made = Real(router, list(workers), http)
+        await until(lambda: sum(state.usable for state in router.fleet.states()) == 3)
+        calls = [asyncio.create_task(stream(made, number, max_tokens=120)) for number in range(4)]
+        await until(lambda: all(running(made, worker) == 2 for worker in workers[1:]))
+
+        reply, _ = await drain(workers[1], 20)
+
+        assert (reply.running, reply.leases) == (0, 0)
+        moved = await asyncio.gather(*calls)
+        assert moves(made, "moved") == 2
+        assert moved == await asyncio.gather(*(stream(made, number, max_tokens=120) for number in range(4)))
+        await baseline(*workers)
 
 
 @pytest.mark.slow
