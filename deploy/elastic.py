@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from deploy.elastic_state import POOLS, Action, Add, Drain, Gauge, Member, Nothing, Pool, Remove, Rules, SetRole, View
 from runtime.config import RoleName
 
+HOMEWARD: tuple[RoleName, ...] = ("both", "prefill", "decode")
+"""`both` is left without a drain, so nobody else is taken before."""
+
 GAP_S = 5.0
 """Looks further apart than this do not show that a pressure has lasted."""
 
@@ -230,10 +233,10 @@ class Elastic:
 
     def _go_home(self, now: float, view: View) -> Action | None:
         """Back towards the configured counts, one worker at a time, when whoever loses one has long been cold."""
-        counts = {role: sum(one.role == role for one in view.members) for role in self.rules.home}
-        surplus = [role for role, count in self.rules.home.items() if counts[role] > count]
-        deficit = [role for role, count in self.rules.home.items() if counts[role] < count]
-        for role in surplus:
+        over = {role: sum(one.role == role for one in view.members) - self.rules.home.get(role, 0) for role in HOMEWARD}
+        surplus = [role for role, count in over.items() if count > 0]
+        deficit = [role for role, count in over.items() if count < 0]
+        for role in surplus[:1]:
             for to in deficit:
                 losing = [pool for pool in POOLS if role in (pool, "both") and to not in (pool, "both")]
                 calm = all(
@@ -245,7 +248,8 @@ class Elastic:
                     one for one in self._movers_of(role, now, view) if all(self._has_room(p, view) for p in gains)
                 ]
                 if calm and movers:
-                    return self._begin(_least_busy(movers), to, now, view, None)
+                    named = [one for one in movers if one.name.startswith(to)]
+                    return self._begin(_least_busy(named or movers), to, now, view, None)
         return None
 
     def _movers_of(self, role: RoleName, now: float, view: View) -> list[Member]:

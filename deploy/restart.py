@@ -109,7 +109,7 @@ class Restart:
             new = await self._record(name)
             if new.role != record.role:
                 await self._fleet.set_role(new.address, record.role)
-            await self._seen(_NEEDS[record.role], 1)
+            await self._seen(_NEEDS[record.role])
 
     @asynccontextmanager
     async def _stood_in(self, record: Record, force: bool) -> AsyncIterator[None]:
@@ -125,7 +125,7 @@ class Restart:
         self._say(helper.worker_id, f"does both meanwhile, as {record.worker_id} is the only one for {min(missing)}")
         await self._fleet.set_role(helper.address, common_pb2.ROLE_BOTH)
         try:
-            await self._seen(_NEEDS[record.role], 2)
+            await self._seen(_NEEDS[record.role])
             yield
         finally:
             with contextlib.suppress(PdserveError):
@@ -164,15 +164,17 @@ class Restart:
     async def _look(self, name: str) -> Record | None:
         return next((one for one in await self._fleet.workers() if one.worker_id == name), None)
 
-    async def _seen(self, pools: frozenset[str], count: int) -> None:
-        """The router can choose so many for each of these. One that cannot be asked is given time instead."""
+    async def _seen(self, pools: frozenset[str]) -> None:
+        """The router can choose everybody who says to be there. One that cannot be asked is given time instead."""
         async with asyncio.timeout(SEEN_S):
             while self._metrics:
+                records = [one for one in await self._fleet.workers() if _usable(one)]
                 try:
                     usable = (await asyncio.to_thread(scrape, self._metrics)).usable
                 except (OSError, ValueError):
                     break
-                if all(usable.get(pool, 0) + usable.get("both", 0) >= count for pool in pools):
+                wanted = {pool: sum(pool in _NEEDS[one.role] for one in records) for pool in pools}
+                if all(usable.get(pool, 0) + usable.get("both", 0) >= count for pool, count in wanted.items()):
                     return
                 await asyncio.sleep(LOOK_S)
             await asyncio.sleep(1.0)

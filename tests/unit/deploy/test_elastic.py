@@ -231,6 +231,19 @@ def test_a_move_that_proves_wrong_is_taken_back_and_the_need_must_last_longer_th
     assert lab.now - start > 2 * lab.rules.dwell_s
 
 
+def test_who_lends_a_hand_goes_home_before_anybody_is_drained_and_whoever_was_asked_for_is_given_back() -> None:
+    lab = Lab(rules({"prefill": 1, "decode": 1}, prefill=Bounds(1, 3)), work=(3.0, 0.1)).run(60)
+    assert {one.name: one.role for one in lab.members.values()} == {
+        "prefill-0": "prefill",
+        "prefill-2": "prefill",
+        "decode-0": "both",
+    }
+    lab.work = (0.1, 0.1)
+    lab.run(200)
+    assert {one.name: one.role for one in lab.members.values()} == {"prefill-0": "prefill", "decode-0": "decode"}
+    assert Remove("prefill-2") in [action for _, action in lab.changes]
+
+
 def test_a_worker_keeps_its_new_role_for_a_while() -> None:
     lab = fleet(2, 3, work=(2.4, 0.3))
     while lab.roles != {"decode": 2, "prefill": 3}:

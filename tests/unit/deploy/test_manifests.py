@@ -75,3 +75,54 @@ def test_the_ray_cluster_file_never_stops_foreign_rays_and_uses_flags_that_exist
         words = shlex.split(line)
         assert "RAY_AUTH_MODE=token" in words
         ray_start.make_context("start", words[words.index("start") + 1 :])
+
+
+def every_file() -> list[Path]:
+    return sorted([*DEPLOY.glob("*.yaml"), *DEPLOY.glob("Dockerfile.*")])
+
+
+@pytest.mark.parametrize("path", every_file(), ids=lambda path: path.name)
+def test_every_variable_of_ours_is_a_configuration_key(path: Path) -> None:
+    for name in re.findall(r"PDSERVE_[A-Z_]+", path.read_text()):
+        assert name.removeprefix("PDSERVE_").lower() in Config.model_fields, name
+
+
+@pytest.mark.parametrize("path", every_file(), ids=lambda path: path.name)
+def test_a_command_in_a_comment_is_one_that_can_be_given(path: Path) -> None:
+    commands = "up|down|restart|controller|router|worker"
+    for line in re.findall(rf"^#.*?\bpdserve ((?:{commands}) .*)$", path.read_text(), re.M):
+        command, *words = shlex.split(line.replace("HEAD", "10.0.0.1"))
+        main.commands[command].make_context(command, words)
+
+
+def test_every_port_that_is_probed_or_exposed_is_one_that_is_listened_on() -> None:
+    for document in kubernetes():
+        if document["kind"] != "Deployment":
+            continue
+        for container in document["spec"]["template"]["spec"]["containers"]:  # type: ignore[index]
+            if not container["image"].startswith("pdserve"):
+                continue
+            listened = {int(port) for port in re.findall(r":(\d+)(?=\s|$)", " ".join(container["args"]))}
+            probes = [container[probe] for probe in ("livenessProbe", "readinessProbe") if probe in container]
+            asked = {probe.get("httpGet", probe.get("grpc"))["port"] for probe in probes}
+            assert asked | {one["containerPort"] for one in container["ports"]} <= listened
+
+
+def test_a_pod_is_given_the_time_its_drain_may_take() -> None:
+    pods = [d["spec"]["template"]["spec"] for d in kubernetes() if d["kind"] == "Deployment"]  # type: ignore[index]
+    grace = [pod["terminationGracePeriodSeconds"] for pod in pods if "terminationGracePeriodSeconds" in pod]
+    assert len(grace) == 2
+    assert min(grace) > Config().drain_timeout_s
+
+
+def test_the_container_of_a_worker_has_the_weights_and_the_python_that_the_makefile_and_the_project_name() -> None:
+    worker = (DEPLOY / "Dockerfile.worker").read_text()
+    makefile = (DEPLOY.parent / "Makefile").read_text()
+    weights = re.search(r"^WEIGHTS := (\S+)$", makefile, re.M)
+    assert weights is not None
+    assert weights[1] in worker
+    project = (DEPLOY.parent / "pyproject.toml").read_text()
+    for name in ("Dockerfile.router", "Dockerfile.worker"):
+        version = re.search(r"BASE_IMAGE=python:(3\.\d+)", (DEPLOY / name).read_text())
+        assert version is not None
+        assert f'requires-python = ">={version[1]}' in project
