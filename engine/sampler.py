@@ -18,6 +18,8 @@ from engine.plan import Logprob, SampleSpec
 CANDIDATES = 1024
 """Truncation looks at the best so many first, and at the whole vocabulary only where that does not settle it."""
 
+BLOCK = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -35,7 +37,7 @@ def sample(logits: torch.Tensor, owner: Sequence[int], specs: Sequence[SampleSpe
     out: dict[int, Sampled] = {}
     if plain:
         rows = logits if [owner[i] for i in plain] == list(range(len(logits))) else logits[[owner[i] for i in plain]]
-        best, tokens = rows.float().max(-1)
+        best, tokens = highest(rows.float())
         for i, token, ok in zip(plain, tokens.tolist(), best.isfinite().tolist(), strict=True):
             out[i] = Sampled(token, None, ok)
     if other:
@@ -44,11 +46,31 @@ def sample(logits: torch.Tensor, owner: Sequence[int], specs: Sequence[SampleSpe
     return [out[i] for i in range(len(specs))]
 
 
+def highest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Best value and its index [R] of each row [R, n]: the lowest of equal ones, a NaN before all.
+
+    On a CPU `max` with an index is not vectorised and takes eleven times as long as `amax` at [8, 49152]; so there the
+    block that holds the best is found first.
+    """
+    count = rows.shape[1]
+    whole = count - count % BLOCK
+    if rows.device.type != "cpu" or not whole:
+        best, at = rows.max(-1)
+        return best, at
+    tops = rows[:, :whole].view(len(rows), whole // BLOCK, BLOCK).amax(-1)
+    if whole < count:
+        tops = torch.cat([tops, rows[:, whole:].amax(-1, keepdim=True)], 1)
+    start = tops.argmax(-1) * BLOCK
+    inside = torch.arange(BLOCK, device=rows.device)
+    best, at = rows.gather(1, (start[:, None] + inside).clamp_(max=count - 1)).max(-1)
+    return best, start + at
+
+
 def _sample_rows(raw: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
     finite = raw.amax(-1).isfinite().tolist()
     raw = torch.where(torch.tensor(finite, device=raw.device)[:, None], raw, 0.0)
     edited = _edit(raw, specs)
-    tokens = edited.argmax(-1)
+    _, tokens = highest(edited)
     drawn = [i for i, s in enumerate(specs) if s.params.temperature > 0]
     if drawn:
         tokens[drawn] = _draw(edited[drawn], [specs[i] for i in drawn])
@@ -113,7 +135,7 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
     whole = [i for i, s in enumerate(specs) if not _truncates(s)]
     if whole:
         ids = torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device)[None, :]
-        tokens[whole] = (logits[whole] + gumbel([events[i] for i in whole], ids)).argmax(-1)
+        _, tokens[whole] = highest(logits[whole] + gumbel([events[i] for i in whole], ids))
     left = [i for i, s in enumerate(specs) if _truncates(s)]
     for width in (min(CANDIDATES, logits.shape[1]), logits.shape[1]):
         if left:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.plan import SampleSpec, SamplingParams
-from engine.sampler import Sampled, sample
+from engine.sampler import BLOCK, Sampled, highest, sample
 
 VOCAB = 40
 
@@ -187,3 +187,20 @@ def test_a_row_that_is_not_numbers_is_named_and_its_neighbours_are_untouched(
     got = sample(logits, range(3), [spec(**params)] * 3)
     assert [s.finite for s in got] == [True, False, True]
     assert (got[0], got[2]) == (clean[0], clean[2])
+
+
+@pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 17])
+def test_the_best_and_its_index_are_those_of_a_scan_from_the_left(count: int) -> None:
+    """Few distinct values, so that ties within and across blocks are everywhere; infinities and NaN among them."""
+    rng = np.random.default_rng(count)
+    for pool in ([0.0, 1.0], [-math.inf, 0.0, -1.0], [math.inf, 2.0], [-math.inf], [math.nan, 1.0, math.inf]):
+        rows = rng.choice(np.array(pool, np.float32), (8, count), p=_rare_first(len(pool)))
+        best, at = highest(torch.from_numpy(rows))
+        wanted = rows.argmax(-1)  # numpy's: the first of equal ones, NaN above all
+        assert at.tolist() == wanted.tolist()
+        np.testing.assert_array_equal(best.numpy(), rows[np.arange(8), wanted])
+
+
+def _rare_first(count: int) -> list[float]:
+    """Shares: the first value is rare, so that it lies in some block or other."""
+    return [1.0] if count == 1 else [0.01] + [0.99 / (count - 1)] * (count - 1)
