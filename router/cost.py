@@ -72,6 +72,7 @@ class _Start:
     cost: float
     fetch: Fetch | None = None
     step_s: float = 0.0  # of whoever decodes there
+    said: int = 0  # tokens it was said to have, whatever that is worth
 
 
 @dataclass(slots=True)
@@ -142,8 +143,8 @@ class Predicted:
     ) -> _Start:
         hit = request.hit(worker)
         coming = request.expected_hits.get(worker.bit)
-        cached = max(hit.resume, coming.resume if coming is not None else 0)
-        cached = min(cached, request.tokens - 1)
+        said = min(max(hit.resume, coming.resume if coming is not None else 0), request.tokens - 1)
+        cached = int(said * self._speeds.trust.of(worker.worker_id))
         queue_s = worker.queue_s(now)
         load_s = self._speeds.load_s(max(hit.resume - hit.device, 0) * worker.bytes_per_token)
         prefill_s = self._speeds.prefill_s(worker.worker_id, request.tokens - cached, cached, step_s)
@@ -159,7 +160,7 @@ class Predicted:
         ttft = max(queue_s, fetch.seconds if fetch is not None else 0.0) + load_s + prefill_s
         cost = ttft + price * (prefill_s + load_s)
         cost += self._missed(request.waited_s + ttft, request.ttft_goal_s)
-        return _Start(worker, queue_s, load_s, prefill_s, cached, cost, fetch, step_s)
+        return _Start(worker, queue_s, load_s, prefill_s, cached, cost, fetch, step_s, said)
 
     def _rest(self, request: RequestView, worker: WorkerView, now: float) -> _Rest:
         step_s = self._speeds.step_s(worker.worker_id, worker.decoding + 1, worker.context_tokens + request.tokens)
@@ -296,5 +297,6 @@ class Predicted:
             start.cached,
             start.fetch.seconds if start.fetch is not None else 0.0,
             start.step_s,
+            start.said if start.fetch is None else 0,
         )
         return Placement(start.worker.worker_id, rest.worker.worker_id, forecast, cost, start.fetch)

@@ -31,6 +31,7 @@ from router.policy import Role
 from router.request import Work
 from router.shared_index import SharedIndex
 from router.speeds import Speeds
+from router.trust import as_seen
 from router.view import Forecast, Key, Nobody, Placement, RequestView, Wait, WorkerView
 from router.worker import Worker
 from runtime.clock import Clock
@@ -255,8 +256,11 @@ class Planner:
         if not self.active:
             return
         cached = min(times.cached_tokens, tokens)
+        self.speeds.trust.learn(worker, forecast.said_tokens, cached)
         if times.prefill_s > 0:
-            self.speeds.learn_prefill(worker, tokens - cached, cached, times.prefill_s, forecast.step_s)
+            said_s = times.fetch_s + times.queue_s + times.prefill_s
+            prefill_s = as_seen(times.prefill_s, said_s, took_s)
+            self.speeds.learn_prefill(worker, tokens - cached, cached, prefill_s, forecast.step_s)
         if forecast.ttft_s > 0:
             self.speeds.ttft_error.learn(forecast.ttft_s, took_s)
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from router.trust import Trust
+
 CLIP = 0.5
 """Largest relative residual one report may count with, or SCATTER times what residuals are of late, if that is more:
 then they are no outliers, and the fleet is unlike what is thought of it."""
@@ -173,6 +175,7 @@ class Speeds:
         self._prefill_of = Factors()
         self._step_of = Factors()
         self._path = Factors(0.1)
+        self.trust = Trust()
         self.output = OutputLength()
         self.ttft_error = Accuracy()
 

@@ -111,7 +111,7 @@ class RequestView:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Predicted seconds, by part; what the operator is shown beside what was observed. step_s: of the decode steps that
-    the prompt's chunks share, 0 = none."""
+    the prompt's chunks share, 0 = none. said_tokens: what its worker was said to have of it, 0 = does not matter."""
 
     queue_s: float = 0.0
     load_s: float = 0.0
@@ -122,6 +122,7 @@ class Forecast:
     cached_tokens: int = 0
     fetch_s: float = 0.0
     step_s: float = 0.0
+    said_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:

@@ -26,6 +26,7 @@ from router.ledger import Demand, Ledger
 from router.policies import Policy
 from router.policy import Role
 from router.speeds import Speeds
+from router.trust import as_seen
 from router.view import Key, Nobody, Placement, RequestView, Wait, WorkerView
 
 EVENT_DELAY_S = 0.01
@@ -265,9 +266,7 @@ class World:
         placed = flight.placement
         assert placed is not None
         self._ledger.prefilled(flight.key, worker.name, now)
-        self.speeds.learn_prefill(
-            worker.name, job.tokens - report.cached, report.cached, report.prefill_s, report.step_s
-        )
+        self._learn(worker, job, report, placed)
         if report.load_bytes:
             self.speeds.learn_load(report.load_bytes, report.load_s)
         flight.outcome.ttft_s = now - job.arrived
@@ -283,6 +282,12 @@ class World:
         elif job.admitted >= 0:
             self._hand_off(flight)
         self._settle_soon()
+
+    def _learn(self, worker: Worker, job: Job, report: Prefilled, placed: Placement) -> None:
+        said_s = report.queue_s + report.load_s + report.prefill_s
+        prefill_s = as_seen(report.prefill_s, said_s, self.agenda.now - job.source_queued)
+        self.speeds.trust.learn(worker.name, placed.forecast.said_tokens, report.cached)
+        self.speeds.learn_prefill(worker.name, job.tokens - report.cached, report.cached, prefill_s, report.step_s)
 
     def admitted(self, worker: Worker, job: Job) -> None:
         flight = self._flights[job.number]

@@ -1,0 +1,41 @@
+"""How far a worker's word goes: what it says it has cached, and how long it says things took.
+
+The failure that shapes it: a worker whose cache events are wrong (lost, late, invented) looks warm to every prompt, and
+one whose clock or sums are wrong looks fast; both are given everything, and nothing they say later changes that. What
+this router has seen itself does: what a prompt really found there, and the time from sending it to its first token.
+
+Nobody is shut out by this. A word is worth as much as it was of late, and the truth told again restores it.
+"""
+
+from __future__ import annotations
+
+RATE = 0.2
+SLACK_SHARE, SLACK_S = 1.25, 0.02
+"""What lies between a worker's sums and ours without anybody being wrong: streams, loops, other clocks."""
+
+
+class Trust:
+    """By worker: the share of the tokens it was said to have that prompts really found there. 1 until it is known."""
+
+    def __init__(self) -> None:
+        self._shares: dict[str, float] = {}
+
+    def of(self, worker: str) -> float:
+        return self._shares.get(worker, 1.0)
+
+    def learn(self, worker: str, said: int, found: int) -> None:
+        """A prompt was sent there because of `said` cached tokens, and found so many."""
+        if said > 0:
+            share = self.of(worker)
+            self._shares[worker] = share + RATE * (min(found / said, 1.0) - share)
+
+    def forget(self, worker: str) -> None:
+        self._shares.pop(worker, None)
+
+
+def as_seen(reported_s: float, said_s: float, took_s: float) -> float:
+    """A part of a worker's time, as it must have been. said_s: the sum of all parts as the worker says. took_s: as this
+    router saw it; 0 = it did not see it. Of whoever says less than was seen, all parts are stretched alike."""
+    if said_s <= 0.0 or took_s <= SLACK_SHARE * said_s + SLACK_S:
+        return reported_s
+    return reported_s * took_s / said_s
