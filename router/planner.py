@@ -138,6 +138,7 @@ class Planner:
         if self.active:
             self.ledger.remove(worker.id)
             self.index.forget(worker.id)
+            self.speeds.trust.forget(worker.id)
             self.others.forget(worker.id)
         if self.shared is not None:
             self.shared.left(worker.id)

@@ -25,6 +25,9 @@ then they are no outliers, and the fleet is unlike what is thought of it."""
 
 SCATTER = 3.0
 
+CHANGE = 3.0
+"""Of log(observed / expected), once a machine is known to have changed."""
+
 FIRST = 20
 """Reports after which the regression is taken to know something: before that one is weighted by the larger of what was
 expected and what came, so that neither an expectation far too low nor a stall counts many times."""
@@ -91,6 +94,7 @@ class Factors:
         self._floor_rate = floor_rate
         self._logs: dict[Hashable, float] = {}
         self._counts: dict[Hashable, int] = {}
+        self._drifts: dict[Hashable, float] = {}
         self._sum = 0.0
 
     def of(self, key: Hashable) -> float:
@@ -104,10 +108,13 @@ class Factors:
         if key not in self._logs:
             self._logs[key] = self._sum / len(self._logs) if self._logs else 0.0
             self._counts[key] = 0
+            self._drifts[key] = 0.0
             self._sum += self._logs[key]
+        residual = math.log(observed / expected) - self._logs[key]
+        clip = CLIP if not self._changed(key, residual) else CHANGE
         count = self._counts[key] = self._counts[key] + 1
         rate = max(1.0 / (count + 3), self._floor_rate)
-        step = rate * min(max(math.log(observed / expected) - self._logs[key], -CLIP), CLIP)
+        step = rate * min(max(residual, -clip), clip)
         self._logs[key] += step
         self._sum += step
 
@@ -115,7 +122,16 @@ class Factors:
         log = self._logs.pop(key, None)
         if log is not None:
             self._sum -= log
-            del self._counts[key]
+            del self._counts[key], self._drifts[key]
+
+    def _changed(self, key: Hashable, residual: float) -> bool:
+        """Whether the last few reports were all far off to the same side: the machine is another one than it was, and
+        what was learned of it is worth little."""
+        self._drifts[key] += 0.3 * (min(max(residual, -CLIP), CLIP) - self._drifts[key])
+        if abs(self._drifts[key]) < 0.6 * CLIP:
+            return False
+        self._counts[key] = 0
+        return True
 
 
 @dataclass(slots=True)

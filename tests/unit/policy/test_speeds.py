@@ -88,6 +88,17 @@ def test_a_machine_that_becomes_slow_is_followed() -> None:
     assert speeds.prefill_s("b", 5000, 0) > 1.6 * speeds.prefill_s("a", 5000, 0)
 
 
+@pytest.mark.parametrize("change", [10.0, 0.1])
+def test_a_machine_that_has_changed_is_known_again_after_a_few_reports(change: float) -> None:
+    speeds = taught(600, speed={"a": 1.0, "b": 1.0, "c": 1.0})
+    for _ in range(8):
+        for name, factor in (("a", 1.0), ("b", change), ("c", 1.0)):
+            speeds.learn_prefill(name, 5000, 0, factor * truth(5000, 0))
+    ratio = speeds.prefill_s("b", 5000, 0) / speeds.prefill_s("a", 5000, 0)
+    assert 0.6 < ratio / change < 1.7
+    assert speeds.prefill_s("a", 5000, 0) == pytest.approx(truth(5000, 0), rel=0.4), "the others are what they were"
+
+
 def test_no_report_makes_a_prediction_zero_or_negative() -> None:
     speeds = Speeds()
     for _ in range(50):
