@@ -42,7 +42,9 @@ class CostConfig:
     of an objective that is planned with. tie: costs this close are equal (a share, and at least tie_s).
     share_window_s: over which a decode worker's share of prefill is counted. chunk_tokens: tokens of a prompt that
     become readable at once. hold_s: prefill queues longer than this make a request wait here, 0 = never. deflect:
-    workers of the decode role may prefill. finalists: of each half, combined into pairs.
+    workers of the decode role may prefill. fetch_share: a prefix is fetched when that takes less than this share of
+    computing it, since a prompt that waits for its prefix loses its place in the queue. finalists: of each half,
+    combined into pairs.
     """
 
     work_weight: float = 0.0
@@ -57,6 +59,7 @@ class CostConfig:
     chunk_tokens: int = 4096
     hold_s: float = 0.0
     deflect: bool = True
+    fetch_share: float = 0.5
     finalists: int = 8
 
 
@@ -152,13 +155,14 @@ class Predicted:
         if fetch is not None:
             left = self._speeds.prefill_s(worker.worker_id, request.tokens - fetch.tokens, fetch.tokens, step_s)
             saved = load_s + prefill_s - left
-            if max(fetch.seconds - queue_s, 0.0) < saved * (1.0 + price):
+            if fetch.seconds < self._config.fetch_share * saved * (1.0 + price):
                 fetch = replace(fetch, budget_s=queue_s + saved)
                 load_s, prefill_s, cached = 0.0, left, fetch.tokens
             else:
                 fetch = None
         ttft = max(queue_s, fetch.seconds if fetch is not None else 0.0) + load_s + prefill_s
         cost = ttft + price * (prefill_s + load_s)
+        cost += worker.fetching * prefill_s  # those whose prefix is still coming are overtaken
         cost += self._missed(request.waited_s + ttft, request.ttft_goal_s)
         return _Start(worker, queue_s, load_s, prefill_s, cached, cost, fetch, step_s, said)
 

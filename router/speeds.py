@@ -186,8 +186,9 @@ class Speeds:
         self._step = Regression((0.01, 5e-5, 1e-8))
         self._transfer = Regression((0.001, 1e-10))
         self._load = Regression((0.001, 1e-10))
-        # beside the transfer itself, a fetch of a cached prefix: 1, bytes (asking, room, checksums at both ends)
-        self._fetch = Regression((0.01, 3e-10))
+        # beside the transfer itself, a fetch of a cached prefix: 1, bytes (asking, room, checksums at both ends);
+        # hopeful, since only what is tried becomes known
+        self._fetch = Regression((0.005, 2e-11))
         self._prefill_of = Factors()
         self._step_of = Factors()
         self._path = Factors(0.1)

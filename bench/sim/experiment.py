@@ -40,9 +40,13 @@ POLICIES: dict[str, Callable[[Speeds, int], Policy]] = {
     "sgl": lambda speeds, seed: Sgl(seed),
     "predicted": lambda speeds, seed: Predicted(speeds, CostConfig()),
     "predicted_pairs": lambda speeds, seed: Predicted(speeds, CostConfig(deflect=False)),
+    "predicted_fetch": lambda speeds, seed: Predicted(speeds, CostConfig()),
 }
-"""predicted_pairs: ours without prefill on decode workers, so that it can be seen what of its gain comes from those."""
-RESERVING = ("predicted", "predicted_pairs")
+"""predicted_pairs: ours without prefill on decode workers, so that it can be seen what of its gain comes from those.
+predicted_fetch: ours on workers that read cached prefixes from each other."""
+RESERVING = ("predicted", "predicted_pairs", "predicted_fetch")
+FETCHES = {"predicted_fetch": 4}
+"""Prefixes a worker may read, and others from it, at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,13 @@ class Experiment:
         setting, speeds = self.setting, Speeds()
         world = World(
             self.profile,
-            Fleet(setting.prefill, setting.decode, seed=setting.seed, unit_tokens=setting.unit_tokens),
+            Fleet(
+                setting.prefill,
+                setting.decode,
+                seed=setting.seed,
+                unit_tokens=setting.unit_tokens,
+                fetches=FETCHES.get(policy, 0),
+            ),
             POLICIES[policy](speeds, setting.seed),
             speeds,
             reserving=policy in RESERVING,

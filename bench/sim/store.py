@@ -44,7 +44,7 @@ class Store:
         self._disk: OrderedDict[bytes, None] = OrderedDict()
         self._host_units = profile.pool.host_kv_tokens // unit
         self._disk_units = (profile.pool.disk_kv_tokens or 4 * profile.pool.host_kv_tokens) // unit
-        self._stateful = profile.model.kind == "hybrid"
+        self.stateful = profile.model.kind == "hybrid"
         self._states: OrderedDict[bytes, int] = OrderedDict()  # key -> state length, on device
         self._host_states: OrderedDict[bytes, int] = OrderedDict()
         self.slots_held = 0
@@ -58,7 +58,7 @@ class Store:
         host = self._below(self._host, keys, at)
         disk = self._below(self._disk, keys, at + host)
         resume = min((at + host + disk) * self.unit, tokens - 1)
-        if not self._stateful:
+        if not self.stateful:
             return Found(pages, host, disk, resume)
         return self._with_state(keys, pages, host, disk, resume)
 
@@ -102,6 +102,17 @@ class Store:
         self.cache.publish(keys, pages, 0)
         self._follow()
 
+    def adopt(self, keys: Sequence[bytes], units: int) -> bool:
+        """The first `units` have come from elsewhere, with the state at their end. False: there is no room."""
+        shared = self.cache.match(keys)[:units]
+        pages = self.allocate(shared, units * self.unit)
+        if pages is None:
+            return False
+        self.publish(keys[:units], pages)
+        self.checkpoint(keys, units * self.unit - 1, units * self.unit)
+        self.release(pages)
+        return True
+
     def release(self, pages: Sequence[int]) -> None:
         self.pool.release(pages)
 
@@ -110,7 +121,7 @@ class Store:
     def take_slot(self) -> bool:
         """A slot for a running request; a checkpoint makes room when needed."""
         total = self._profile.pool.state_slots
-        if not self._stateful:
+        if not self.stateful:
             return True
         if self.slots_held >= total:
             return False
@@ -120,13 +131,13 @@ class Store:
         return True
 
     def give_slot(self) -> None:
-        if self._stateful:
+        if self.stateful:
             self.slots_held -= 1
             assert self.slots_held >= 0
 
     def checkpoint(self, keys: Sequence[bytes], start: int, stop: int) -> None:
         """A prefill from `start` to `stop` leaves a state at every interval."""
-        if not self._stateful:
+        if not self.stateful:
             return
         interval = self._profile.model.checkpoint_interval
         for length in range((start // interval + 1) * interval, stop + 1, interval):
@@ -206,6 +217,6 @@ class Store:
         assert not self._host.keys() & self._disk.keys(), "a unit in two tiers"
         assert len(self._host) <= self._host_units
         assert len(self._disk) <= self._disk_units
-        if self._stateful:
+        if self.stateful:
             assert self.slots_held + len(self._states) <= self._profile.pool.state_slots
             assert not self._states.keys() & self._host_states.keys()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -149,6 +150,17 @@ class Worker:
         """Its pages are here: decode."""
         self.store.publish(job.keys, job.pages)
         self._joining.append(job)
+        self._poke()
+
+    def take_prefix(self, keys: Sequence[bytes], units: int) -> bool:
+        """A prefix has come from another worker. False: there is no room for it."""
+        taken = self.store.adopt(keys, units)
+        self._poke()
+        return taken
+
+    def let_go(self, pages: Sequence[int]) -> None:
+        """Another worker has read these."""
+        self.store.release(pages)
         self._poke()
 
     def release_source(self, job: Job) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from bench.sim.agenda import Agenda
 from bench.sim.fabric import Fabric
+from bench.sim.fetches import Fetches
 from bench.sim.noise import Reader, Tape
 from bench.sim.profile import Profile
 from bench.sim.store import Store
@@ -66,13 +67,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How many workers of which role, and the seed of their differences and noise."""
+    """How many workers of which role, and the seed of their differences and noise. fetches: of cached prefixes, that
+    one may read, and that others may read from it, at once."""
 
     prefill: int
     decode: int
     both: int = 0
     seed: int = 1
     unit_tokens: int = 64
+    fetches: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +119,7 @@ class World:
         self._flights: dict[int, _Flight] = {}
         self._admission = Admission(AdmissionConfig(max_waiting=1 << 30))
         self._build(fleet)
+        self.fetches = Fetches(self.agenda, self._fabric, profile, speeds, self.workers, self._feed)
 
     # --- the fleet ----------------------------------------------------------------------------------------------
 
@@ -139,10 +143,10 @@ class World:
                 speed=speed,
                 drift=drift,
             )
-            self._views.append(self._view(name, role))
+            self._views.append(self._view(name, role, fleet.fetches))
             self._ledger.add(self._views[-1])
 
-    def _view(self, name: str, role: Role) -> WorkerView:
+    def _view(self, name: str, role: Role, fetches: int) -> WorkerView:
         model, pool = self.profile.model, self.profile.pool
         return WorkerView(
             name,
@@ -153,6 +157,7 @@ class World:
             max_batch=pool.max_batch,
             bytes_per_token=model.kv_bytes_per_token,
             state_bytes=model.state_bytes,
+            fetches=fetches,
         )
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -229,9 +234,11 @@ class World:
         context = request.tokens + int(request.expected_output / 2)
         prefill_s = placed.forecast.load_s + placed.forecast.prefill_s
         due = request.arrived + request.ttft_goal_s
-        work = Demand(request.tokens, 1, 0, False, False, request.tokens - cached, max(prefill_s, 1e-6), due)
+        source = placed.fetch.source if placed.fetch is not None else ""
+        work = Demand(request.tokens, 1, 0, False, False, request.tokens - cached, max(prefill_s, 1e-6), due, source)
         if placed.local:
-            return {placed.decode: Demand(whole, 1, context, True, False, work.prefill_tokens, work.prefill_s, due)}
+            local = Demand(whole, 1, context, True, False, work.prefill_tokens, work.prefill_s, due, source)
+            return {placed.decode: local}
         return {placed.prefill: work, placed.decode: Demand(whole, 1, context, True, True)}
 
     def _send(self, flight: _Flight, placed: Placement) -> None:
@@ -245,9 +252,15 @@ class World:
             self._index.expect(placed.prefill, flight.keys.links(), self.agenda.now)
         if placed.local:
             self.counts.locals += 1
-        self.workers[placed.prefill].submit(job, local=placed.local)
+        if placed.fetch is None:
+            self.workers[placed.prefill].submit(job, local=placed.local)
+        else:
+            self.fetches.bring(job, placed.fetch, placed.prefill, lambda: self._submit(job, placed))
         if not placed.local:
             self.workers[placed.decode].expect(job)
+
+    def _submit(self, job: Job, placed: Placement) -> None:
+        self.workers[placed.prefill].submit(job, local=placed.local)
 
     def _look_again(self) -> None:
         """Place who is next, until somebody has to wait."""
