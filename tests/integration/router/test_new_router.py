@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,23 +130,49 @@ class Seen:
         return sum(these) / len(these)
 
 
-async def compare(redis: RedisServer, fleet: Fleet, seconds: float, *, shared: bool) -> Seen:
-    """Start an old router, then a new one, and ask both for so long."""
-    seen = Seen()
+@asynccontextmanager
+async def old_router(redis: RedisServer, fleet: Fleet, *, shared: bool) -> AsyncIterator[Router]:
+    """It knows all caches, and has left them in Redis if it does that."""
     async with AsyncExitStack() as stack:
         old = await Router.start(settings(redis, shared=shared))
         stack.push_async_callback(old.close)
         await asyncio.gather(*(stack.enter_async_context(serving(worker, old)) for worker in fleet.workers))
         await known(old, fleet)
         await in_redis(old, fleet)
+        yield old
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_a_new_router_decides_as_the_old_one_when_it_knows_what_that_does(
+    redis: RedisServer, shared: bool
+) -> None:
+    fleet = Fleet.full(8, 8_000)
+    async with old_router(redis, fleet, shared=shared) as old, AsyncExitStack() as stack:
+        before = sum(worker.snapshots for worker in fleet.workers)
+        living = asyncio.create_task(fleet.live(0.01))
+        new = await Router.start(settings(redis, shared=shared))
+        stack.push_async_callback(new.close)
+        ours, theirs = new.planner.index, old.planner.index
+        await known(new, fleet)
+        living.cancel()
+        await until(lambda: all(ours.position(w.id) == theirs.position(w.id) for w in fleet.workers), 30)
+
+        assert not any(fleet.blind(theirs, ours) for _ in range(500))
+        asked = sum(worker.snapshots for worker in fleet.workers) - before
+        assert asked == (0 if shared else len(fleet.workers)), "where the old one left it, no worker is asked"
+
+
+async def compare(redis: RedisServer, fleet: Fleet, seconds: float, *, shared: bool) -> Seen:
+    """Start an old router, then a new one, and ask both for so long."""
+    seen = Seen()
+    async with old_router(redis, fleet, shared=shared) as old, AsyncExitStack() as stack:
         living = asyncio.create_task(fleet.live(0.05))
         stack.callback(living.cancel)
         before = sum(worker.snapshots for worker in fleet.workers)
-
         started = time.monotonic()
         new = await Router.start(settings(redis, shared=shared))
         stack.push_async_callback(new.close)
-        while (now := time.monotonic() - started) < seconds or not seen.known_s:
+        while (now := time.monotonic() - started) < seconds:
             for _ in range(20):
                 seen.decisions.append((now, fleet.blind(old.planner.index, new.planner.index)))
             if not seen.known_s and all(new.planner.index.synced(worker.id) for worker in fleet.workers):
@@ -154,15 +180,6 @@ async def compare(redis: RedisServer, fleet: Fleet, seconds: float, *, shared: b
             await asyncio.sleep(0.05)
         seen.snapshots = sum(worker.snapshots for worker in fleet.workers) - before
     return seen
-
-
-@pytest.mark.parametrize("shared", [True, False])
-async def test_a_new_router_soon_decides_as_the_old_one(redis: RedisServer, shared: bool) -> None:
-    fleet = Fleet.full(8, 8_000)
-    seen = await compare(redis, fleet, 0.5, shared=shared)
-    assert seen.blind_share(0, 0.01) == 1.0
-    assert seen.blind_share(seen.known_s) <= 0.05, "a change on its way to one of them at most"
-    assert seen.snapshots == (0 if shared else len(fleet.workers)), "where the old one left it, no worker is asked"
 
 
 @pytest.mark.slow

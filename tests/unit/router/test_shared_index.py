@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.v1 import worker_pb2
@@ -366,6 +366,7 @@ async def test_what_is_heard_while_a_log_is_written_comes_after_it(one: Side) ->
     assert two.known() == one.known()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 12), min_size=1, max_size=5)), max_size=12))
 def test_a_reader_at_any_time_knows_what_the_writer_had_heard_at_the_last_flush(
     changes: Iterable[tuple[bool, list[int]]],
