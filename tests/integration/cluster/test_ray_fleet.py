@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import threading
 import urllib.request
@@ -16,6 +17,7 @@ import pytest
 
 from deploy import processes
 from pdserve import Client
+from tests import readme
 from tests.cluster_tools import ForegroundCluster, Traces, run_pdserve, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]  # a start takes its time on a busy machine
@@ -51,6 +53,13 @@ def asking(cluster: ForegroundCluster, clients: int, **body: Any) -> Iterator[tu
             thread.join()
 
 
+def words(info: str) -> list[str]:
+    """A command of the README, without the program's name."""
+    program, *rest = shlex.split(readme.block(info))
+    assert program == "pdserve"
+    return rest
+
+
 def test_a_restart_says_what_it_cannot_do(cluster: ForegroundCluster) -> None:
     done = run_pdserve("restart", "--worker=decode-7", *cluster.flags)
     assert done.returncode == 2
@@ -62,7 +71,7 @@ def test_a_rolling_restart_under_load_fails_no_request(cluster: ForegroundCluste
     before = {one["worker"]: one for one in cluster.status()["workers"]}
     with asking(cluster, 3) as (good, bad):
         until(lambda: len(good) > 3, 60, "the first answers")
-        done = run_pdserve("restart", "--rolling", *cluster.flags)
+        done = run_pdserve(*words("sh restart"), *cluster.flags)
         assert done.returncode == 0, done.stdout + done.stderr
         count = len(good)
         until(lambda: len(good) > count + 3, 60, "answers afterwards")
@@ -80,8 +89,7 @@ def test_a_rolling_restart_under_load_fails_no_request(cluster: ForegroundCluste
 
 @pytest.mark.slow
 def test_an_elastic_fleet_grows_under_load_and_shrinks_after_it_and_survives_its_controller(tmp_path: Path) -> None:
-    flags = ["--model=oracle", "--threads=1", "--elastic", "--prefill-max=3"]
-    flags += ["--elastic-dwell-s=1", "--elastic-cooldown-s=1"]
+    flags = [*words("sh elastic")[1:], "--threads=1", "--elastic-dwell-s=1", "--elastic-cooldown-s=1"]
     env = {**os.environ, "PDSERVE_FAULTS": "engine.step=delay:0.05"}
     cluster = ForegroundCluster(tmp_path, *flags, env=env)
 

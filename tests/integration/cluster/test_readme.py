@@ -31,6 +31,8 @@ TESTED_ELSEWHERE = {
     "sh leave": "",
     "sh redis": "",
     "sh tls": "",
+    "sh elastic": "test_ray_fleet.py",
+    "sh restart": "test_ray_fleet.py",
 }
 
 
