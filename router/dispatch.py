@@ -26,7 +26,6 @@ from router.moves import Moves
 from router.onward import Onward
 from router.passage import Passage
 from router.planner import Planner
-from router.pressure import Pressure
 from router.progress import GOES_ON, LENGTH, Delta, Finish, Progress
 from router.request import Ledger, Outcome, Reply, Work
 from router.tenants import Tenant
@@ -63,7 +62,7 @@ class Dispatcher:
         self.router_id = router_id
         self.booking = Booking(fleet, planner, config, clock, metrics, tenants)
         self.budget = RetryBudget()
-        self.pressure = Pressure()
+        self.pressure = fleet.pressure
         self.eos = codec.eos
         self.duplicates = metrics.counter(
             "pdserve_router_duplicate_terminals", "Second terminal events of a request, dropped"
@@ -132,6 +131,7 @@ class Dispatch:
         decoder = shared.codec.decoder(skip_special=work.params.skip_special)
         self.progress = Progress.of(work.params, decoder, work.tokens, frozenset(work.sampling.stop_token_ids))
         self.passages: list[Passage] = []
+        self._made: list[Passage] = []
         self.scored = 0  # prompt positions whose log-probabilities are out
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self.loop.create_future()
@@ -143,6 +143,7 @@ class Dispatch:
             work = self.work
             first = Passage(self, self.shared, continuity.whole(work.request_id, work.tokens, work.params.n), {})
             self.passages.append(first)
+            self._made.append(first)
             try:
                 await first.place()
             except PdserveError as error:
@@ -160,6 +161,9 @@ class Dispatch:
             raise
         finally:
             self._give_back()
+            for passage in self._made:
+                passage.forget()
+            self._made.clear()
 
     # passage.Owner
 
@@ -277,6 +281,7 @@ class Dispatch:
         _log.info(kind, request_id=piece.request_id, reason=cause.reason, tokens=piece.first_sequence)
         passage = Passage(self, self.shared, piece, avoid)
         self.passages.append(passage)
+        self._made.append(passage)
         task = asyncio.create_task(self._place(passage, cause))
         self._again.add(task)
         task.add_done_callback(self._again.discard)

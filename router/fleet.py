@@ -17,6 +17,7 @@ import structlog
 from protos.v1 import registry_pb2, worker_pb2
 from router.links import PROTOCOL_MAX, PROTOCOL_MIN
 from router.policy import WorkerState
+from router.pressure import Pressure
 from router.worker import Worker
 from runtime.config import Config
 from runtime.errors import LayoutMismatch, PdserveError, WorkerLost
@@ -70,6 +71,7 @@ class Fleet:
         self._keepers: dict[Worker, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._change = asyncio.Event()
+        self.pressure = Pressure()
         self.on_joined: Callable[[Worker], None] | None = None
         self.on_left: Callable[[Worker], None] | None = None
         self._refused = metrics.counter(
@@ -88,7 +90,7 @@ class Fleet:
             self.removed(self._workers[record.worker_id].record)
         worker = self._revived(record)
         if worker is None:
-            worker = Worker(record, self._config, self._router_id, self._notify, self._late.inc)
+            worker = Worker(record, self._config, self._router_id, self._notify, self._late.inc, self.pressure)
             self._keepers[worker] = asyncio.create_task(self._keep(worker), name=f"worker-{worker.id}")
         self._workers[worker.id] = worker
         self._notify()

@@ -19,6 +19,7 @@ import grpc
 import structlog
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.pressure import Pressure
 from runtime.errors import PdserveError, WorkerLost
 
 PROTOCOL_MIN = 1
@@ -29,6 +30,10 @@ TOKENS_PER_MESSAGE = 100_000
 
 BATCH_COMMANDS = 256
 BATCH_BYTES = 512 << 10
+
+COLLECT_S = 0.002
+"""Under pressure commands are collected for so long: a message costs as much as a dozen commands, and so does the one
+that answers it."""
 
 _RETRY_S = 0.05
 _EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  the stubs do not know it
@@ -87,6 +92,7 @@ class Link(Generic[C]):
         on_lost: Callable[[PdserveError], None],
         on_connected: Callable[[bool], None],
         on_late: Callable[[], None],
+        pressure: Pressure,
         streams_reserve: bool = False,
     ) -> None:
         self.streams_reserve = streams_reserve
@@ -98,6 +104,7 @@ class Link(Generic[C]):
         self._on_lost = on_lost
         self._on_connected = on_connected
         self._on_late = on_late
+        self._pressure = pressure
         self._legs: dict[Key, Leg] = {}
         self._unacked: dict[Key, int] = {}
         self._urgent: deque[C] = deque()
@@ -264,10 +271,12 @@ class Link(Generic[C]):
 
     async def _write(self, call: Any) -> None:
         while True:
-            while self._urgent or self._submissions:
-                await call.write(self._next_message())
             self._wake.clear()
             await self._wake.wait()
+            if self._pressure.on and self.streams_reserve:
+                await asyncio.sleep(COLLECT_S)
+            while self._urgent or self._submissions:
+                await call.write(self._next_message())
 
     def _next_message(self) -> C:
         """One command, or as many as wait and fit, in order."""
