@@ -83,12 +83,18 @@ class Regression:
         self.count += 1
         self.coefficients = tuple(float(value) for value in self._theta * self._prior)
 
+    def scale(self, factor: float) -> None:
+        """All of it is `factor` times as much."""
+        self._theta = np.maximum(self._theta * factor, FLOOR)
+        self.coefficients = tuple(float(value) for value in self._theta * self._prior)
+
 
 class Factors:
     """What each machine (or path) makes of the fleet's figure: a clipped running mean of log(observed / expected).
 
     Taken relative to their common mean, which belongs to the fleet's figure: otherwise a regression that is too low and
-    factors that are too high would chase each other. A new one begins as the mean, factor 1."""
+    factors that are too high would chase each other. When one machine moves the mean, the fleet's figure has to move
+    with it, or all others would seem to have changed. A new one begins as the mean, factor 1."""
 
     def __init__(self, floor_rate: float = 0.04) -> None:
         self._floor_rate = floor_rate
@@ -101,28 +107,24 @@ class Factors:
         log = self._logs.get(key)
         return 1.0 if log is None else math.exp(log - self._sum / len(self._logs))
 
-    def learn(self, key: Hashable, observed: float, expected: float) -> None:
-        """expected: without any factor."""
+    def learn(self, key: Hashable, observed: float, expected: float) -> float:
+        """expected: without any factor. Returns what the fleet's figure is to be multiplied with."""
         if observed <= 0 or expected <= 0:
-            return
+            return 1.0
         if key not in self._logs:
             self._logs[key] = self._sum / len(self._logs) if self._logs else 0.0
             self._counts[key] = 0
             self._drifts[key] = 0.0
             self._sum += self._logs[key]
-        residual = math.log(observed / expected) - self._logs[key]
+        mean = self._sum / len(self._logs)
+        residual = math.log(observed / expected) - (self._logs[key] - mean)
         clip = CLIP if not self._changed(key, residual) else CHANGE
         count = self._counts[key] = self._counts[key] + 1
         rate = max(1.0 / (count + 3), self._floor_rate)
         step = rate * min(max(residual, -clip), clip)
         self._logs[key] += step
         self._sum += step
-
-    def forget(self, key: Hashable) -> None:
-        log = self._logs.pop(key, None)
-        if log is not None:
-            self._sum -= log
-            del self._counts[key], self._drifts[key]
+        return math.exp(step / len(self._logs))
 
     def _changed(self, key: Hashable, residual: float) -> bool:
         """Whether the last few reports were all far off to the same side: the machine is another one than it was, and
@@ -206,7 +208,7 @@ class Speeds:
 
     def learn_prefill(self, worker: str, uncached: int, cached: int, seconds: float, step_s: float = 0.0) -> None:
         features = (1.0, float(uncached), uncached * (cached + 0.5 * uncached), uncached * step_s)
-        self._prefill_of.learn(worker, seconds, self._prefill.predict(features))
+        self._prefill.scale(self._prefill_of.learn(worker, seconds, self._prefill.predict(features)))
         self._prefill.learn(features, seconds / self._prefill_of.of(worker))
 
     # --- decode -------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ class Speeds:
 
     def learn_step(self, worker: str, batch: float, context: float, seconds: float) -> None:
         features = (1.0, batch, context)
-        self._step_of.learn(worker, seconds, self._step.predict(features))
+        self._step.scale(self._step_of.learn(worker, seconds, self._step.predict(features)))
         self._step.learn(features, seconds / self._step_of.of(worker))
 
     # --- transfer -----------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ class Speeds:
     def learn_transfer(self, source: str, target: str, size: float, seconds: float, flows: int = 0) -> None:
         features = (1.0, size * (1 + flows))
         path = (source, target)
-        self._path.learn(path, seconds, self._transfer.predict(features))
+        self._transfer.scale(self._path.learn(path, seconds, self._transfer.predict(features)))
         self._transfer.learn(features, seconds / self._path.of(path))
 
     def fetch_s(self, source: str, target: str, size: float, flows: int = 0) -> float:

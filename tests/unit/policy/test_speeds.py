@@ -142,15 +142,24 @@ def test_loading_from_a_lower_tier_is_learned_and_nothing_costs_nothing() -> Non
 
 
 def test_factors_are_relative_to_their_mean() -> None:
-    factors = Factors()
+    factors, fleet = Factors(), 1.0
     for _ in range(100):
-        factors.learn("a", 4.0, 1.0)
-        factors.learn("b", 1.0, 1.0)
+        fleet *= factors.learn("a", 4.0, fleet)
+        fleet *= factors.learn("b", 1.0, fleet)
     assert factors.of("a") / factors.of("b") == pytest.approx(4.0, rel=0.05)
     assert factors.of("a") * factors.of("b") == pytest.approx(1.0, rel=1e-6)
+    assert fleet == pytest.approx(2.0, rel=0.05)
     assert factors.of("stranger") == 1.0
-    factors.forget("a")
-    assert factors.of("b") == pytest.approx(1.0)
+
+
+def test_one_machine_moves_its_own_seconds_and_nobody_elses() -> None:
+    speeds = taught(600, speed={"a": 1.0, "b": 1.0})
+    before = speeds.prefill_s("a", 5000, 0), speeds.step_s("a", 8, 10_000), speeds.transfer_s("a", "d", 1e8)
+    for _ in range(3):
+        speeds.learn_prefill("b", 5000, 0, 3 * speeds.prefill_s("b", 5000, 0))
+    after = speeds.prefill_s("a", 5000, 0), speeds.step_s("a", 8, 10_000), speeds.transfer_s("a", "d", 1e8)
+    assert after == pytest.approx(before, rel=0.15)
+    assert speeds.prefill_s("b", 5000, 0) > 1.5 * after[0]
 
 
 def test_forgetting_does_not_wind_up_while_nothing_new_is_told() -> None:

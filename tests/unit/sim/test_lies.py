@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -75,12 +76,17 @@ class Boasting(Healthy):
 
 
 def play(kind: type[Healthy], policy: str, prefills: int = 4) -> list[Outcome]:
-    """What came after it began."""
+    """What came after it began, on three fleets: a single one is luck by a fifth."""
+    return [outcome for seed in (3, 4, 5) for outcome in _play(kind, policy, prefills, seed)]
+
+
+@cache
+def _play(kind: type[Healthy], policy: str, prefills: int, seed: int) -> list[Outcome]:
     entries, book, speeds = chats(240, gap=0.09, turns=4), KeyBook(256), Speeds()
     keys = [book.of(entry) for entry in entries]
     world = kind(
         profile(),
-        Fleet(prefills, 4, seed=3, unit_tokens=256),
+        Fleet(prefills, 4, seed=seed, unit_tokens=256),
         POLICIES[policy](speeds, 1),
         speeds,
         reserving=True,
@@ -108,9 +114,9 @@ def test_what_one_worker_says_wrongly_costs_the_fleet_little(kind: type[Healthy]
 def test_a_worker_that_is_slow_or_has_stopped_is_soon_as_good_as_not_there(kind: type[Healthy], policy: str) -> None:
     outcomes = play(kind, policy)
     caught = [outcome for outcome in outcomes if outcome.prefill == BAD and outcome.ttft_s > 2.0]
-    assert len(caught) <= 8, "who was there, and who came before it was noticed"
+    assert len(caught) <= 3 * 6, "who was there, and who came before it was noticed"
     others = [outcome for outcome in outcomes if outcome not in caught]
-    assert mean(others) < 1.25 * mean(play(Healthy, policy, prefills=3))
+    assert mean(others) < 1.35 * mean(play(Healthy, policy, prefills=3))
 
 
 # --- crowds -----------------------------------------------------------------------------------------------------------
