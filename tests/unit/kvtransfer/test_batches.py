@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.batches import BATCH_BYTES, batches
@@ -33,6 +33,7 @@ def flight(index: int, ask: Ask) -> Flight:
     return Flight(peer, Moves(local, remote, "DRAM", memory), 0.0)
 
 
+@settings(deadline=None)
 @given(ASKS)
 async def test_every_range_is_in_one_table_in_the_order_asked_for(asks: list[Ask]) -> None:
     flights = [flight(i, ask) for i, ask in enumerate(asks)]
@@ -47,6 +48,7 @@ async def test_every_range_is_in_one_table_in_the_order_asked_for(asks: list[Ask
         assert sum(b.sizes[:-1]) < BATCH_BYTES
 
 
+@settings(deadline=None)
 @given(ASKS)
 async def test_neighbours_that_fit_are_together(asks: list[Ask]) -> None:
     made = batches([flight(i, ask) for i, ask in enumerate(asks)])

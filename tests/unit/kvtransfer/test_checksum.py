@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.checksum import weights, wsum64
@@ -58,6 +58,7 @@ def test_golden_values_do_not_change() -> None:
 GOLDEN = [10506816446487884336, 10500116269403971632, 4808550260569477016, 10835724410100451608]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.lists(st.tuples(st.integers(1, ITEMS - 1), st.integers(1, 16)), min_size=1, max_size=8))
 def test_it_is_what_the_definition_says(token_bytes: int, wanted: list[tuple[int, int]]) -> None:
     c = component(token_bytes)
@@ -90,6 +91,7 @@ def test_bytes_past_the_valid_tokens_do_not_count() -> None:
     assert wsum64(region(c, array), c, (1,), (5,)) == before
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3 * 4 * 16 * 8 - 1), st.integers(1, 255))
 def test_any_changed_byte_changes_its_units_sum_and_no_other(position: int, change: int) -> None:
     c = component(8)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.mapping import Moves, UnitRead, concat, moves, owned_units, owners, unit_reads
@@ -123,6 +123,7 @@ def test_a_share_of_a_page_is_never_merged_across_pages() -> None:
     assert int(table.local[0, 0]) == region.base + c.item_bytes + c.unit_bytes
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30, unique_by=lambda p: p[0]))
 def test_merging_changes_no_byte(pairs: list[tuple[int, int]]) -> None:
     c = component(1)
