@@ -29,7 +29,7 @@ DATA = Path(__file__).parent / "data"
 MOONCAKE = str(DATA / "mooncake_conversation_trace.jsonl.gz")
 AZURE = str(DATA / "AzureLLMInferenceTrace_conv.csv.gz")
 PROFILES = ("sim-h100-8b", "sim-hybrid-48b")
-OURS = ("predicted", "predicted_pairs")
+OURS = ("predicted", "predicted_pairs", "predicted_fetch")
 PEERS = tuple(name for name in POLICIES if name not in OURS)
 COSTS = ("dynamo", "sgl")
 """Peers that weigh caches against load."""
