@@ -155,7 +155,8 @@ class Predicted:
         if fetch is not None:
             left = self._speeds.prefill_s(worker.worker_id, request.tokens - fetch.tokens, fetch.tokens, step_s)
             saved = load_s + prefill_s - left
-            if fetch.seconds < self._config.fetch_share * saved * (1.0 + price):
+            worth = saved * (1.0 + price) * self._speeds.fetch_trust(fetch.source, worker.worker_id)
+            if fetch.seconds < self._config.fetch_share * worth:
                 fetch = replace(fetch, budget_s=queue_s + saved)
                 load_s, prefill_s, cached = 0.0, left, fetch.tokens
             else:

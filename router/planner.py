@@ -270,6 +270,8 @@ class Planner:
         self._fetches.labels("fetched" if times.fetched_tokens else "missed").inc()
         if times.fetched_tokens:
             self.speeds.learn_fetch(source, target, float(times.transfer_bytes), times.transfer_s, times.fetch_s)
+        else:
+            self.speeds.missed_fetch(source, target)
 
     def handed_over(self, source: str, target: str, times: common_pb2.StageTimes) -> None:
         if self.active and times.transfer_s > 0:

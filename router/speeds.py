@@ -195,6 +195,7 @@ class Speeds:
         self._step_of = Factors()
         self._path = Factors(0.1)
         self.trust = Trust()
+        self._fetch_trust = Trust()  # by path: the share of fetches that brought what was planned
         self.output = OutputLength()
         self.ttft_error = Accuracy()
 
@@ -245,6 +246,15 @@ class Speeds:
         """seconds: in all, of which the transfer took moved_s."""
         self.learn_transfer(source, target, size, moved_s)
         self._fetch.learn((1.0, size), seconds - moved_s)
+        self._fetch_trust.learn(f"{source} {target}", 1, 1)
+
+    def missed_fetch(self, source: str, target: str) -> None:
+        """A fetch brought nothing: it was not there, there was no room, or it took too long."""
+        self._fetch_trust.learn(f"{source} {target}", 1, 0)
+
+    def fetch_trust(self, source: str, target: str) -> float:
+        """What a planned fetch is worth: 1 until it is known."""
+        return self._fetch_trust.of(f"{source} {target}")
 
     def load_s(self, size: float) -> float:
         """Promoting `size` bytes from host memory or disk."""

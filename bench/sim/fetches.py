@@ -68,8 +68,7 @@ class Fetches:
         units = 0 if found.disk and source.stateful else min(len(found.pages) + found.host, tokens // source.unit)
         held = len(target.cache.match(job.keys))
         if units <= held:
-            self.counts.absent += 1
-            self._over(flight)
+            self._missed(flight)
             return
         pinned = found.pages[:units]
         source.pool.share(pinned)
@@ -93,13 +92,19 @@ class Fetches:
         if flight.target.take_prefix(flight.job.keys, units):
             self.counts.fetched += 1
             self._fed(flight.target)
+            self._over(flight)
         else:
-            self.counts.absent += 1
+            self._missed(flight)
+
+    def _missed(self, flight: _Flight) -> None:
+        self.counts.absent += 1
+        self._speeds.missed_fetch(flight.source.name, flight.target.name)
         self._over(flight)
 
     def _late(self, flight: _Flight) -> None:
         if not flight.over:
             self.counts.late += 1
+            self._speeds.missed_fetch(flight.source.name, flight.target.name)
             self._over(flight)
 
     @staticmethod

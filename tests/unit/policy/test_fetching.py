@@ -150,6 +150,26 @@ def test_a_source_that_leaves_takes_its_account_along() -> None:
     ledger.check()
 
 
+def test_a_path_on_which_fetches_bring_nothing_is_tried_less_and_less_and_comes_back() -> None:
+    """20 ms and 9 beside 0.9 s: worth it until what it brings is worth less than 58 ms."""
+    speeds = Fetching()
+    policy = Predicted(speeds, CostConfig(deflect=False))
+
+    def fetches() -> bool:
+        warm, cold = fetching(queued(prefill(1), 2.0)), fetching(prefill(2))
+        found = policy.choose(request(10_000, {1: hit(9000)}), [warm, cold, busy_decode(3)], 0.0)
+        assert isinstance(found, Placement)
+        return found.fetch is not None
+
+    tries = 0
+    while fetches():
+        speeds.missed_fetch("p1", "p2")
+        tries += 1
+    assert 5 < tries < 20
+    speeds.learn_fetch("p1", "p2", 9e6, 0.01, 0.03)
+    assert fetches()
+
+
 def test_fetches_are_learned_apart_from_hand_offs_on_the_same_path() -> None:
     speeds = Speeds()
     for size in (1e7, 2e7, 4e7, 8e7) * 30:
