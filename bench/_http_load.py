@@ -1,12 +1,19 @@
 """A cheap HTTP client for measuring routers: keep-alive connections, one request at a time on each.
 
-python -m bench._http_load HOST:PORT MODE CONCURRENCY SECONDS -> one line of JSON. MODE: short | stream
+python -m bench._http_load HOST:PORT MODEL MODE CONCURRENCY SECONDS [RATE] -> one line of JSON. MODE: short | stream
+
+Without RATE every connection sends its next request as soon as it has its answer (a closed loop: the router is always
+full, and latency is CONCURRENCY / throughput, whatever the router does). With RATE (requests per second, all together)
+it thinks in between, exponentially distributed, so that a request mostly finds the router idle: what it takes is then
+what the router adds. A request that is late because its connection was busy is late from when it was due.
+own_share: of one core that this process used; near 1 it, and not the router, is what is measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
 from dataclasses import dataclass, field
@@ -18,6 +25,9 @@ QUESTION = (
     "Summarise in one sentence why a router that predicts seconds can place prompts better than one that counts "
     "requests, and name one thing it must not forget."
 )
+
+TIMER_S = 0.002
+"""uvloop's timers count milliseconds."""
 
 
 def body(model: str, *, stream: bool, tokens: int) -> bytes:
@@ -62,24 +72,46 @@ async def _stream(reader: asyncio.StreamReader, seen: Seen) -> None:
         seen.failed += 1
 
 
-async def _connection(address: str, data: bytes, mode: str, until: float, seen: Seen) -> None:
-    host, _, port = address.rpartition(":")
+@dataclass(frozen=True)
+class Load:
+    """What every connection does. think_s: on average between two requests of a connection; 0 = none."""
+
+    address: str
+    data: bytes
+    mode: str
+    until: float
+    think_s: float
+
+
+async def _connection(load: Load, number: int, seen: Seen) -> None:
+    host, _, port = load.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 22)
-    read = _short if mode == "short" else _stream
-    while time.perf_counter() < until:
-        started = time.perf_counter()
-        writer.write(data)
+    read = _short if load.mode == "short" else _stream
+    think = random.Random(number)
+    due = time.perf_counter()
+    while True:
+        if load.think_s:
+            due += think.expovariate(1 / load.think_s)
+            await asyncio.sleep(max(due - time.perf_counter(), 0.0))
+        now = time.perf_counter()
+        if now >= load.until:
+            break
+        busy = load.think_s > 0 and now - due > TIMER_S  # later than a timer is: the connection was not free
+        started = due if busy else now
+        writer.write(load.data)
         await read(reader, seen)
         seen.latencies.append(time.perf_counter() - started)
     writer.close()
 
 
-async def main(address: str, model: str, mode: str, concurrency: int, seconds: float) -> dict[str, Any]:
+async def main(
+    address: str, model: str, mode: str, concurrency: int, seconds: float, rate: float = 0.0
+) -> dict[str, Any]:
     data = request(address, body(model, stream=mode == "stream", tokens=64 if mode == "stream" else 4))
     seen = Seen()
-    started = time.perf_counter()
-    until = started + seconds
-    await asyncio.gather(*(_connection(address, data, mode, until, seen) for _ in range(concurrency)))
+    started, own = time.perf_counter(), time.process_time()
+    load = Load(address, data, mode, started + seconds, concurrency / rate if rate else 0.0)
+    await asyncio.gather(*(_connection(load, number, seen) for number in range(concurrency)))
     took = time.perf_counter() - started
     latencies = sorted(seen.latencies)
     return {
@@ -89,8 +121,10 @@ async def main(address: str, model: str, mode: str, concurrency: int, seconds: f
         "seconds": took,
         "p50_ms": 1000 * latencies[len(latencies) // 2],
         "p99_ms": 1000 * latencies[int(0.99 * len(latencies))],
+        "own_share": (time.process_time() - own) / took,
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(uvloop.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])))))
+    numbers = [float(given) for given in sys.argv[4:]]
+    print(json.dumps(uvloop.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(numbers[0]), *numbers[1:]))))

@@ -1,13 +1,20 @@
 """The router alone: requests per second of its CPU, and the latency it adds, between workers that take no time.
 
-python -m bench.router [--json] [--model smollm2] [--seconds 4]
+python -m bench.router [--json] [--model smollm2] [--seconds 4] [--no-pin] [--parts]
 
 CPU seconds are worth less on a machine whose caches and cores others use: `ref_us` is what tokenizing the prompt costs
 in CPU time just before and after, a tenth or so of a short request. Compare figures at equal ref_us only.
 
 Rendering, tokenizing, routing, reserving, streaming and formatting included. Router, workers and load generator are
 three processes; only the router's CPU time is counted (all its threads, from /proc). Short replies have 4 tokens,
-streams 64, one per engine step. `shared` streams: four tokens of a step share a message, as under load.
+streams 64, one per engine step, or four, as with speculation or a router that shares chunks under load.
+The router has a core for itself and the other two the rest, where there are two or more (--no-pin: as it comes).
+
+Added latency, at 16 connections: from a request's last byte to its answer's last, when the router is at LIGHT of what
+it did in a closed loop just before; each connection thinks in between, so all of it is what the router and a hand-off
+between workers that take no time add. The closed loop's own latency is 16 / throughput, whatever the router does, and
+is shown too. `gen` is the generator's share of a core: near 1 it is what is measured.
+--parts: what a short request's microseconds go to, each part measured by itself, and what is left.
 """
 
 from __future__ import annotations
@@ -25,11 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from bench._http_load import QUESTION
+from bench._router_parts import parts
 from runtime.config import Config
 from runtime.modelfiles import ModelFiles
 
 CASES = (("short", 1, 64), ("short", 1, 256), ("stream", 1, 64), ("stream", 1, 256), ("stream", 4, 256))
 LATENCY_CASE = ("short", 1, 16)
+LIGHT = 0.3
 START_S = 30.0
 
 
@@ -42,6 +51,12 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def cores() -> tuple[set[int], set[int]]:
+    """(the router's, everybody else's)."""
+    mine = sorted(os.sched_getaffinity(0))
+    return ({mine[-1]}, set(mine[:-1])) if len(mine) > 1 else (set(mine), set(mine))
 
 
 @contextmanager
@@ -70,8 +85,9 @@ def workers(grpc: str, model: str, per_step: int) -> Iterator[None]:
         process.wait()
 
 
-def load(http: str, model: str, mode: str, concurrency: int, seconds: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench._http_load", http, model, mode, str(concurrency), str(seconds)]
+def load(http: str, model: str, mode: str, concurrency: int, seconds: float, rate: float = 0.0) -> dict[str, Any]:
+    """rate: see bench._http_load."""
+    command = [sys.executable, "-m", "bench._http_load", http, model, mode, str(concurrency), str(seconds), str(rate)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -103,20 +119,24 @@ class Reference:
         return (time.process_time() - started) / count * 1e6
 
 
-def measure(model: str, mode: str, per_step: int, concurrency: int, seconds: float) -> dict[str, Any]:
+def measure(
+    model: str, mode: str, per_step: int, concurrency: int, seconds: float, *, pin: bool = False, light: float = 0.0
+) -> dict[str, Any]:
+    """light: the load is this share of what a closed loop does."""
     with ExitStack() as stack:
-        pid, http, grpc = stack.enter_context(router(model))
+        pid, http, grpc = stack.enter_context(_pinned(model) if pin else router(model))
         stack.enter_context(workers(grpc, model, per_step))
         _until_ready(http, model)
-        load(http, model, mode, concurrency, 1.0)  # caches and connections are warm
+        full = load(http, model, mode, concurrency, 1.0)  # caches and connections are warm
+        rate = light * full["requests"] / full["seconds"]
         reference = Reference(model)
         around = [reference.us()]
         before = cpu_s(pid)
-        seen = load(http, model, mode, concurrency, seconds)
+        seen = load(http, model, mode, concurrency, seconds, rate)
         used = cpu_s(pid) - before
         around.append(reference.us())
     return {
-        "case": mode if per_step == 1 else f"{mode} ({per_step} tokens a step)",
+        "case": _name(mode, per_step, light),
         "concurrency": concurrency,
         "requests_per_cpu_s": seen["requests"] / used,
         "cpu_us": 1e6 * used / max(seen["requests"], 1),
@@ -126,23 +146,52 @@ def measure(model: str, mode: str, per_step: int, concurrency: int, seconds: flo
     }
 
 
+def _name(mode: str, per_step: int, light: float) -> str:
+    name = mode if per_step == 1 else f"{mode} ({per_step} tokens a step)"
+    return f"{name}, {light:.0%} load" if light else name
+
+
+@contextmanager
+def _pinned(model: str) -> Iterator[tuple[int, str, str]]:
+    """A router on a core of its own; whatever is started meanwhile is on the others."""
+    before, (its, others) = os.sched_getaffinity(0), cores()
+    os.sched_setaffinity(0, its)  # a child inherits it, with all its threads
+    with router(model) as made:
+        os.sched_setaffinity(0, others)
+        try:
+            yield made
+        finally:
+            os.sched_setaffinity(0, before)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--no-pin", dest="pin", action="store_false")
+    parser.add_argument("--parts", action="store_true")
     options = parser.parse_args(arguments)
-    rows = [measure(options.model, *case, seconds=options.seconds) for case in (*CASES, LATENCY_CASE)]
+    rows = [measure(options.model, *case, seconds=options.seconds, pin=options.pin) for case in (*CASES, LATENCY_CASE)]
+    rows.append(measure(options.model, *LATENCY_CASE, seconds=options.seconds, pin=options.pin, light=LIGHT))
+    costs = parts(options.model) if options.parts else {}
     if options.json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps({"rows": rows, "parts_us": costs}))
         return int(any(row["failed"] for row in rows))
-    print(f"{'case':<26}{'conc.':>6}{'req/CPU-s':>11}{'req/s':>8}{'p50 ms':>9}{'p99 ms':>9}{'failed':>8}{'ref us':>8}")
+    print(
+        f"{'case':<26}{'conc.':>6}{'req/CPU-s':>11}{'req/s':>8}{'p50 ms':>9}{'p99 ms':>9}{'failed':>8}{'ref us':>8}"
+        f"{'gen':>6}"
+    )
     for row in rows:
         print(
             f"{row['case']:<26}{row['concurrency']:>6}{row['requests_per_cpu_s']:>11.0f}"
             f"{row['requests'] / row['seconds']:>8.0f}{row['p50_ms']:>9.2f}{row['p99_ms']:>9.2f}"
-            f"{row['failed']:>8}{row['ref_us']:>8.0f}"
+            f"{row['failed']:>8}{row['ref_us']:>8.0f}{row['own_share']:>6.2f}"
         )
+    if costs:
+        whole = next(row["cpu_us"] for row in rows if (row["case"], row["concurrency"]) == ("short", 256))
+        for name, us in {**costs, "the rest": whole - sum(costs.values())}.items():
+            print(f"{name:<60}{us:>7.1f} us {us / whole:>6.1%}")
     return int(any(row["failed"] for row in rows))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 BROKEN = "\ufffd"
 WINDOW = 12
 CONTEXT = 6
-TOGETHER = 8
+TOGETHER = 32
 """So many tokens at once are decoded once, if their text is whole at the end."""
 
 MAX_BROKEN = 32
