@@ -2,13 +2,15 @@
 
     prefill = seconds of prompts that wait for each worker / objective of the first token
               or the measured time to the first token / its objective, while prompts wait
-    decode  = share of pages, slots or places in the batch that is taken; 1 while requests are swapped out
+    decode  = share of pages, slots or places in the batch that is taken by requests that decode; 1 while some are
+              swapped out
               or the measured time between tokens / its objective, while workers decode more than one request
     a line at the router: 1 for the pool that is worse off
 
 1 is full, or at the objective. A measured time counts only while there is something to share: a model that is slow
 alone does not get faster by more workers. The speed of prefill is learned from the router's own counts, so nothing has
-to be told about the model or the hardware.
+to be told about the model or the hardware. What a decode worker keeps free for prompts that still wait for their
+prefill is the prefill pool's doing: it is known from that pool's queue, and taken off.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.elastic_state import Member, View
+from kvtransfer.types import PAGE_TOKENS
 from protos.v1 import common_pb2, registry_pb2
 from runtime.config import Config, RoleName
 
@@ -171,6 +174,14 @@ class Goals:
         return cls(config.ttft_goal_s, config.ttft_goal_s_per_1k, config.tpot_goal_s, config.max_batch)
 
 
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Prompts that have a place to decode and are not computed yet."""
+
+    tokens: int
+    requests: int
+
+
 def look(
     records: Sequence[registry_pb2.WorkerRecord], hearing: Hearing, measured: Measured, goals: Goals, now: float
 ) -> View:
@@ -193,7 +204,12 @@ def look(
     loads = {record.worker_id: record.load for record in records if record.worker_id in counted}
     prefill = [loads[one.name] for one in members if one.name in loads and one.serves("prefill")]
     decode = [loads[one.name] for one in members if one.name in loads and one.serves("decode")]
-    pressures = {"prefill": _prefill(prefill, measured, goals), "decode": _decode(decode, measured, goals)}
+    pure = [loads[one.name] for one in members if one.name in loads and one.role == "prefill"]
+    landing = Landing(sum(load.queued_prefill_tokens for load in prefill), sum(map(_requests, pure)))
+    pressures = {
+        "prefill": _prefill(prefill, measured, goals),
+        "decode": _decode(decode, landing, measured, goals),
+    }
     if measured.line >= 1:
         worse = max(pressures, key=lambda pool: pressures[pool])
         pressures[worse] = max(pressures[worse], 1.0)
@@ -209,16 +225,22 @@ def _prefill(loads: Sequence[common_pb2.Load], measured: Measured, goals: Goals)
     return max(backlog_s, measured.ttft_s or 0.0) / goal
 
 
-def _decode(loads: Sequence[common_pb2.Load], measured: Measured, goals: Goals) -> float:
+def _decode(loads: Sequence[common_pb2.Load], landing: Landing, measured: Measured, goals: Goals) -> float:
     if not loads:
         return 0.0
-    busy = sum(load.running + load.waiting for load in loads) / len(loads)
-    pages = _taken(sum(load.pages_total for load in loads), sum(load.pages_free for load in loads))
-    slots = _taken(sum(load.slots_total for load in loads), sum(load.slots_free for load in loads))
+    busy = sum(map(_requests, loads)) / len(loads)
+    pages_total, slots_total = sum(load.pages_total for load in loads), sum(load.slots_total for load in loads)
+    pages_kept, slots_kept = landing.tokens / PAGE_TOKENS, landing.requests
+    pages = _taken(pages_total, sum(load.pages_free for load in loads) + pages_kept)
+    slots = _taken(slots_total, sum(load.slots_free for load in loads) + slots_kept)
     swapped = 1.0 if any(load.swapped for load in loads) else 0.0
     slow = measured.tpot_s / goals.tpot_s if measured.tpot_s and goals.tpot_s and busy > 1 else 0.0
     return max(busy / goals.max_batch, pages, slots, swapped, slow)
 
 
-def _taken(total: int, free: int) -> float:
-    return 1 - free / total if total else 0.0
+def _requests(load: common_pb2.Load) -> int:
+    return load.running + load.waiting
+
+
+def _taken(total: int, free: float) -> float:
+    return max(1 - free / total, 0.0) if total else 0.0

@@ -62,9 +62,8 @@ async def run(config: Config) -> int:
 
 
 def _announce(console: Console, config: Config, endpoints: Endpoints) -> None:
-    scheme = "https" if config.tls_cert else "http"
     lines = [
-        f"HTTP  {scheme}://{endpoints.http}/v1",
+        f"HTTP  http://{endpoints.http}/v1",  # TLS is for gRPC alone
         f"gRPC  {endpoints.grpc}",
         f"Ray   {endpoints.ray or config.address}",
         "`pdserve down` ends it" if config.detach else "Ctrl-C ends it",

@@ -135,6 +135,9 @@ def test_workers_are_placed_on_other_machines_and_end_with_down(ray_machines: di
             assert {one["pid"] for one in again.status()["workers"]} == pids, "the same workers come back"
         finally:
             again.stop()
+        other = run_pdserve("down", *flags("sh leave"), "--fleet=blue", f"--state-dir={tmp_path}/nothing", env=env)
+        assert other.stdout.strip() == "ended: nothing was running", other.stderr
+        assert all(processes.look(pid) for pid in pids), "another fleet's workers are left alone"
         done = run_pdserve("down", *flags("sh leave"), f"--state-dir={tmp_path}/nothing", env=env)
         assert done.returncode == 0, done.stderr
         until(lambda: not any(processes.look(pid) for pid in pids), 10, "the end of the workers")

@@ -53,6 +53,14 @@ def test_whatever_runs_out_first_presses_on_decode(load: dict[str, int], pressur
     assert pressures(record("p0"), record("d0", **load)) == (0.0, pressure)
 
 
+def test_places_kept_for_prompts_that_wait_are_no_pressure_on_decode() -> None:
+    waiting = record("p0", queued_prefill_tokens=30 * 16, waiting=3)
+    full = record("d0", pages_free=40, slots_total=10, slots_free=5)
+    assert pressures(full)[1] == 0.6
+    assert pressures(waiting, full)[1] == 0.3, "30 of 60 pages, 3 of 5 slots"
+    assert pressures(record("p0", queued_prefill_tokens=99999), full)[1] == 0.5
+
+
 def test_slow_tokens_count_only_where_requests_share_a_worker() -> None:
     assert pressures(record("d0", running=2), tpot_s=0.04) == (0.0, 0.8)
     assert pressures(record("d0", running=1), tpot_s=0.04) == (0.0, 0.1)
