@@ -85,6 +85,7 @@ class Fetcher:
         self._most = most
         self._longest_s = longest_s
         self._flying = 0
+        self._total = common_pb2.TierLoad(tier="peers")
         self._background: set[asyncio.Task[None]] = set()
 
     async def fetch(self, work: EngineRequest, source: common_pb2.PrefixSource) -> Fetched:
@@ -96,10 +97,18 @@ class Fetcher:
         finally:
             self._flying -= 1
         moved = found.pulled.bytes_read if found.pulled is not None else 0
+        if found.pulled is not None:
+            self._total.hit_pages += found.pulled.pages_read
+            self._total.bytes_up += moved
+            self._total.seconds_up += found.pulled.read_s
         self._meter.fetched(found.outcome, found.seconds, found.tokens, moved)
         if found.pulled is None:
             _log.debug("no_prefix", request_id=work.key.request_id, source=source.worker_id, why=found.outcome)
         return found
+
+    def report(self) -> common_pb2.TierLoad:
+        """What has come from other workers' caches so far, as if they were one more tier."""
+        return self._total
 
     async def close(self) -> None:
         """Wait for what is still being said to sources."""

@@ -96,6 +96,7 @@ class Parts:
     store: HandoffStore
     source: KvSourceService
     puller: Puller
+    fetcher: Fetcher
     prefill: PrefillService
     decode: DecodeService
     load: Callable[[], common_pb2.Load]
@@ -136,7 +137,9 @@ class Parts:
         decode = DecodeService(worker, puller, store, config.reattach_s)
         engine.start_loop()
         source.start()
-        return cls(engine, runner, transport, layout, rank, store, source, puller, prefill, decode, load, meter)
+        return cls(
+            engine, runner, transport, layout, rank, store, source, puller, fetcher, prefill, decode, load, meter
+        )
 
     def tick(self, now: float) -> None:
         self.prefill.tick(now)
@@ -147,6 +150,8 @@ class Parts:
         load = self.load()
         if self.engine.tiers is not None:
             load.tiers.extend(map(tier_load, self.engine.tiers.reports()))
+        if self.fetcher.report().hit_pages:
+            load.tiers.append(self.fetcher.report())
         return load
 
     def running(self) -> int:
@@ -167,6 +172,7 @@ class Parts:
         await self.decode.close(error)
         await self.prefill.settle()
         await self.decode.settle()
+        await self.fetcher.close()
         await self.puller.close()
         await self.source.close()
         await self.transport.close()

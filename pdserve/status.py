@@ -102,6 +102,8 @@ def _tiers_line(one: dict[str, Any]) -> str:
     for t in one["tiers"]:
         states = f", {t['states_published']}/{t['states_total']} states, {t['hit_states']} hits"
         pages = f"{t['tier']} {t['pages_published']}/{t['pages_total']} pages, {t['hit_pages']} hits"
+        if not t["pages_total"]:  # other workers' caches
+            pages = f"{t['tier']} {t['hit_pages']} hits"
         parts.append(pages + (states if t["states_total"] else ""))
     swapped = f", {one['swapped']} requests swapped out" if one["swapped"] else ""
     return f"{one['worker']}: " + "; ".join(parts) + swapped
