@@ -186,7 +186,7 @@ class Router:
         return f"{host}:{runner.addresses[0][1]}"
 
     def _removed(self, record: registry_pb2.WorkerRecord) -> None:
-        self.dispatcher.booking.breakers.forget(record.worker_id)  # its next life starts with a clean record
+        self.dispatcher.booking.forget(record.worker_id)  # its next life starts with a clean record
         self.fleet.removed(record)
 
     def _observe(self) -> None:

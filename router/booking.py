@@ -20,17 +20,20 @@ from router.fleet import Fleet
 from router.line import Line
 from router.planner import Plan, Planner
 from router.policy import Role
+from router.refusals import Refusals
 from router.request import Work
 from router.tenants import Tenant
 from router.view import Nobody
 from runtime.clock import Clock
 from runtime.config import Config
-from runtime.errors import InvalidRequest, PdserveError, Saturated
+from runtime.errors import InvalidRequest, PdserveError, Saturated, WorkerLost
 from runtime.metrics import Metrics
 
 RETRY_AFTER_MS = 1000
 LOOK_AGAIN_S = 0.25
 """A waiting request looks again after this even when no worker reported a change."""
+
+LEGS = ("prefill", "decode")
 
 Choice = policy.Pair | policy.Local
 Attempt = Callable[[Choice, Plan | None], Awaitable[dict[str, PdserveError]]]
@@ -54,11 +57,13 @@ class Wish:
 
 
 class _Round:
-    """One walk through the fleet: who has refused, and how."""
+    """One walk through the fleet: who has refused, and how. resting: whom to ask when nobody else is left, by leg."""
 
-    def __init__(self, avoid: Avoid) -> None:
-        self.prefill = set(avoid.get("prefill", ()))
-        self.decode = set(avoid.get("decode", ()))
+    def __init__(self, avoid: Avoid, resting: Avoid | None = None) -> None:
+        self._resting = resting or {}
+        self.prefill = {*avoid.get("prefill", ()), *self._resting.get("prefill", ())}
+        self.decode = {*avoid.get("decode", ()), *self._resting.get("decode", ())}
+        self._avoid = avoid
         self.never: list[InvalidRequest] = []
         self.passing = 0
 
@@ -73,6 +78,13 @@ class _Round:
                 self.never.append(error)
             else:
                 self.passing += 1
+
+    def wake(self) -> bool:
+        """Those who rest are asked, too. False: there are none (any more)."""
+        resting, self._resting = self._resting, {}
+        self.prefill -= resting.get("prefill", frozenset()) - self._avoid.get("prefill", frozenset())
+        self.decode -= resting.get("decode", frozenset()) - self._avoid.get("decode", frozenset())
+        return any(resting.values())
 
     def role(self, worker_id: str, role: Role) -> Role | None:
         """What a worker of this role may still be asked for."""
@@ -103,6 +115,7 @@ class Booking:
         self._clock = clock
         self._timeout_s = config.queue_timeout_s
         self.breakers = Breakers()
+        self.refusals = Refusals()
         self.line = Line(config.max_queue, clock, tenants)
         self._degraded = metrics.counter(
             "pdserve_router_degraded_choices", "Choices among workers whose breakers are open, for want of others"
@@ -132,6 +145,11 @@ class Booking:
                 limit=f"{self._timeout_s:g} s",
                 retry_after_ms=RETRY_AFTER_MS,
             ) from exc
+
+    def forget(self, worker_id: str) -> None:
+        """What it did and refused in an earlier life."""
+        self.breakers.forget(worker_id)
+        self.refusals.forget(worker_id)
 
     def another_decode(self, length: int, group: str, refused: frozenset[str]) -> str | None:
         """For a ticket that exists already: a decode worker that may read it."""
@@ -190,18 +208,47 @@ class Booking:
 
     async def _round(self, wish: Wish) -> Choice | None:
         """Try every choice once. None: everybody refused for now, or waiting is better."""
-        state = _Round(wish.avoid)
+        state = _Round(wish.avoid, self._resting(wish.length))
         while True:
             found = self._planned(wish, state) if self._planner.active else self._least_loaded(wish, state)
             if found is None:
+                if state.wake():
+                    continue
                 if state.never and not state.passing:
                     raise state.never[0]
                 return None
             choice, plan = found
             refusals = await wish.attempt(choice, plan)
+            if self.refusals or refusals:
+                self._remember(choice, refusals, wish.length)
             if not refusals:
                 return choice
             state.refuse(choice, refusals)
+
+    def _resting(self, length: int) -> Avoid:
+        """Who has just refused as much, by leg."""
+        if not self.refusals:
+            return {}
+        now = self._now()
+        return {
+            leg: frozenset(w.id for w in self._fleet.workers() if self.refusals.rests(w.id, leg, length, w.load, now))
+            for leg in LEGS
+        }
+
+    def _remember(self, choice: Choice, refusals: dict[str, PdserveError], length: int) -> None:
+        legs = (
+            {"decode": choice.worker}
+            if isinstance(choice, policy.Local)
+            else {"prefill": choice.prefill, "decode": choice.decode}
+        )
+        for leg, worker_id in legs.items():
+            worker, error = self._fleet.worker(worker_id), refusals.get(leg)
+            if worker is None or isinstance(error, InvalidRequest | WorkerLost):
+                continue
+            if error is not None:
+                self.refusals.refused(worker_id, leg, length, worker.load, self._now())
+            elif not refusals:
+                self.refusals.granted(worker_id, leg)
 
     def _least_loaded(self, wish: Wish, state: _Round) -> tuple[Choice, None] | None:
         """Raises Saturated or InvalidRequest when there is nobody at all."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from router.policy import Role
-from runtime.errors import PdserveError
+from runtime.errors import PdserveError, Saturated
 
 
 class State(Enum):
@@ -147,8 +147,11 @@ class Breakers:
             self._open.discard(key)
 
 
-def result_of(error: PdserveError | None) -> Result:
-    """From how a leg ended; None = well. The table of errors says what counts against a worker."""
+def result_of(error: PdserveError | None, *, granted: bool = False) -> Result:
+    """From how a leg ended; None = well. The table of errors says what counts against a worker. granted: it had agreed
+    to take the request; that there is no room after all is then its own fault."""
     if error is None:
         return Result.GOOD
+    if granted and isinstance(error, Saturated):
+        return Result.BAD
     return Result.BAD if error.row.breaker else Result.NEUTRAL

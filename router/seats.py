@@ -223,7 +223,9 @@ class Seats:
     def _heard(self, leg: Leg, error: PdserveError | None) -> None:
         """How a leg went, to its breaker."""
         leg.heard = True
-        self.shared.booking.breakers.heard(leg.worker.id, leg.name, leg.key, result_of(error), self._now())
+        granted = not isinstance(leg, DepartedLeg) and bool(leg.reservation_id)
+        result = result_of(error, granted=granted)
+        self.shared.booking.breakers.heard(leg.worker.id, leg.name, leg.key, result, self._now())
 
     def _prefix_source(self, target: Worker) -> common_pb2.PrefixSource | None:
         """Where the worker that prefills is to bring the prompt's beginning from, as planned."""

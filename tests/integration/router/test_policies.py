@@ -218,3 +218,39 @@ async def test_a_prompt_computed_where_it_decodes_is_off_the_workers_queue_at_it
         assert made.router.planner.speeds.ttft_error.count == 1
         await made.quiet()
         assert idle(made)
+
+
+@pytest.mark.parametrize("policy", ["least_load", "predicted"])
+async def test_a_worker_that_says_it_is_idle_and_refuses_is_not_asked_by_every_request(policy: str) -> None:
+    workers = fleet(prefills=3, decodes=2)
+    liar = workers[0]
+    liar.refuse = common_pb2.ErrorDetail(reason="saturated", retryable=True)
+    async with site(*workers, settings=config(policy=policy)) as made:
+        for number in range(60):
+            status, _ = await made.complete(prompt=f"{number} may I?", max_tokens=2)
+            assert status == 200
+        assert 1 <= len(liar.reserved) <= 15
+
+        liar.refuse = None
+        worker = made.router.fleet.worker(liar.id)
+        assert worker is not None
+        worker.reported(common_pb2.Load(pages_free=9_000, pages_total=10_000, sequence=1000))
+        await asyncio.gather(*(made.complete(prompt=f"{number} and now?", max_tokens=2) for number in range(30)))
+        assert liar.submitted != [], "what it says now is news"
+        await made.quiet()
+
+
+@pytest.mark.parametrize("policy", ["least_load", "predicted"])
+async def test_a_worker_that_grants_and_then_fails_is_left_alone_and_costs_no_request(policy: str) -> None:
+    workers = fleet(prefills=3, decodes=2)
+    liar = workers[0]
+
+    async def fails(leg: Leg) -> None:
+        leg.send(failed=common_pb2.ErrorDetail(reason="saturated", retryable=True, message="on second thought"))
+
+    liar.prefill = fails
+    async with site(*workers, settings=config(policy=policy)) as made:
+        statuses = [(await made.complete(prompt=f"{number} may I?", max_tokens=2))[0] for number in range(60)]
+        assert statuses == [200] * 60
+        assert len(liar.submitted) <= 15
+        await made.quiet()

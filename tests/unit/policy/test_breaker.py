@@ -113,6 +113,12 @@ def test_only_the_workers_own_failures_count(error: Exception | None, result: Re
     assert result_of(error) is result  # type: ignore[arg-type]
 
 
+def test_no_room_after_all_is_the_fault_of_whoever_had_agreed() -> None:
+    assert result_of(Saturated("full")) is Result.NEUTRAL
+    assert result_of(Saturated("full"), granted=True) is Result.BAD
+    assert result_of(Cancelled("the client left"), granted=True) is Result.NEUTRAL
+
+
 def test_legs_and_workers_are_judged_apart_and_a_new_epoch_starts_clean() -> None:
     breakers = Breakers(SOON)
     failing(breakers.of("w", "prefill"), 3)
