@@ -66,7 +66,7 @@ class Controller:
                 try:
                     await self.turn(fleet)
                 except PdserveError as error:
-                    self._say("waiting for the router", reason=error.reason)
+                    self._say(error.reason, "waiting for the router", reason=error.reason)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._period_s):
                         await stopping.wait()
@@ -80,11 +80,12 @@ class Controller:
         self._records = {record.worker_id: record for record in records}
         view = look(records, self._hearing, measured, self._goals, now)
         action = self.elastic.step(now, view)
-        if isinstance(action, Nothing):
-            self._say(action.why)
-            return action
         pressures = {pool: round(self.elastic.smoothed(pool), 2) for pool in POOLS}
-        self._say(type(action).__name__.lower(), **_facts(action), **pressures)
+        if isinstance(action, Nothing):
+            self._say(action.why, action.why, **pressures)
+            return action
+        name = type(action).__name__.lower()
+        self._say(f"{name} {_facts(action)}", name, **_facts(action), **pressures)
         try:
             await self._do(action, fleet)
         except (PdserveError, RayFailed) as error:
@@ -136,12 +137,11 @@ class Controller:
             async with asyncio.timeout(GOODBYE_S):
                 await fleet.drain(self._address(move.worker), False)
 
-    def _say(self, what: str, **facts: object) -> None:
-        """Once, not at every look."""
-        text = f"{what} {facts}"
-        if text != self._said:
-            self._said = text
-            _log.info(what, **facts)
+    def _say(self, news: str, event: str, **facts: object) -> None:
+        """Once while it is the same news, not at every look."""
+        if news != self._said:
+            self._said = news
+            _log.info(event, **facts)
 
 
 def _facts(action: Action) -> dict[str, object]:

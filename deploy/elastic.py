@@ -238,10 +238,11 @@ class Elastic:
         deficit = [role for role, count in over.items() if count < 0]
         for role in surplus[:1]:
             for to in deficit:
-                losing = [pool for pool in POOLS if role in (pool, "both") and to not in (pool, "both")]
+                weaker = [pool for pool in POOLS if role in (pool, "both") and to != pool]
                 calm = all(
-                    self._gauges[pool].cold_for(now) >= CALM * self.rules.dwell_s and self._spares(pool, view)
-                    for pool in losing
+                    self._gauges[pool].cold_for(now) >= CALM * self.rules.dwell_s
+                    and (to == "both" or self._spares(pool, view))
+                    for pool in weaker
                 )
                 gains = [pool for pool in POOLS if to in (pool, "both") and role not in (pool, "both")]
                 movers = [

@@ -55,7 +55,11 @@ class SimCluster:
         async with Fleet(self.config.grpc_listen, self.config) as fleet:
             await self._until(fleet, 0)
             for role, count in self.counts.items():
-                own = {"role": role, "sim_count": str(count), "registry": self.config.grpc_listen}
+                own = {
+                    "role": role,
+                    "sim_count": str(count),
+                    "registry": self.config.registry or self.config.grpc_listen,
+                }
                 self._spawn(role, {**settings, **own})
             await self._until(fleet, sum(self.counts.values()))
             while not await fleet.serving():
@@ -118,7 +122,7 @@ async def run(config: Config) -> int:
         await until_signal(cluster.start())
         text = ", ".join(f"{count} {role}" for role, count in cluster.counts.items())
         for line in (
-            f"HTTP  {'https' if config.tls_cert else 'http'}://{cluster.config.http_listen}/v1",
+            f"HTTP  http://{cluster.config.http_listen}/v1",
             f"gRPC  {cluster.config.grpc_listen}",
             f"simulated: {text} ({config.sim})",
             "Ctrl-C ends it",

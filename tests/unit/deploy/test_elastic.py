@@ -244,6 +244,17 @@ def test_who_lends_a_hand_goes_home_before_anybody_is_drained_and_whoever_was_as
     assert Remove("prefill-2") in [action for _, action in lab.changes]
 
 
+def test_a_fleet_of_workers_that_do_both_lends_one_to_prompts_until_they_have_gone() -> None:
+    lab = fleet(0, 0, 4, work=(1.9, 0.2)).run(40)
+    assert lab.roles == {"both": 3, "prefill": 1}
+    lab.work = (1.2, 0.2)
+    lab.run(400)
+    assert lab.roles == {"both": 3, "prefill": 1}, "there is still enough for it to do"
+    lab.work = (0.2, 0.2)
+    lab.run(100)
+    assert lab.roles == {"both": 4}
+
+
 def test_a_worker_keeps_its_new_role_for_a_while() -> None:
     lab = fleet(2, 3, work=(2.4, 0.3))
     while lab.roles != {"decode": 2, "prefill": 3}:
