@@ -1,20 +1,21 @@
 """Two small engines under everything that can happen in any order; each answer is the undisturbed one or none.
 
 Pages run out, requests share prefixes, fork, are preempted, cancelled, expire; hand-offs arrive, arrive late, arrive
-never, or are written into after their request is gone. The oracle turns any wrong byte into a wrong token.
+never, or are written into after their request is gone; running choices leave and go on at the other engine. The oracle
+turns any wrong byte into a wrong token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.api import Admitted, EngineRequest, Failed, Mode, Needs, Reserved, Retention, SourceDone, Tokens
+from engine.api import Admitted, EngineRequest, Failed, HandedOver, Mode, Needs, Reserved, Retention, SourceDone, Tokens
 from kvtransfer.types import First, Hold, LegKey
-from runtime.errors import DeadlineExceeded
+from runtime.errors import DeadlineExceeded, Draining
 from tests.unit.engine_core.lab import VOCAB, Lab, move, prompt, request, undisturbed
 
 JUNK = 0xEE
@@ -30,6 +31,24 @@ class Leg:
     settled: bool = False  # REMOTE: started or recomputing
     hold: Hold | None = None
     first: tuple[First, ...] = ()
+    asked: bool = False  # to give a choice away
+    origin: EngineRequest | None = None  # it is one choice of this, which has left elsewhere
+
+    @property
+    def left(self) -> list[HandedOver]:
+        return [e for e in self.lab.of(self.key) if isinstance(e, HandedOver)]
+
+    @property
+    def right(self) -> list[tuple[int, ...]]:
+        """What each of its choices says."""
+        whole = self.origin or self.request
+        said = undisturbed(whole.tokens, whole.sampling, whole.n, self.lab.state)
+        if self.origin is None:
+            return list(said)
+        return [said[self.request.choice][len(self.request.tokens) - self.request.prompt_len :]]
+
+    def choices(self) -> list[int]:
+        return [self.request.choice] if self.origin is not None else list(range(self.request.n))
 
     @property
     def key(self) -> LegKey:
@@ -61,9 +80,19 @@ class Pair:
 
 
 @dataclass
+class Departure:
+    """What a choice has left at d, and the leg at p that goes on with it."""
+
+    event: HandedOver
+    onward: Leg | None = None
+    over: bool = False
+
+
+@dataclass
 class World:
     pairs: list[Pair] = field(default_factory=list)
     legs: list[Leg] = field(default_factory=list)
+    departures: dict[tuple[LegKey, int], Departure] = field(default_factory=dict)
 
 
 lengths = st.sampled_from([1, 15, 16, 17, 33, 48, 70, 96])
@@ -202,6 +231,94 @@ class EnginesMachine(RuleBasedStateMachine):
             if leg.hold is not None:
                 leg.hold.release()
 
+    # --- running choices that leave d for p
+
+    def _decoding(self) -> list[Leg]:
+        """Legs at d that have begun to answer and go on; failing those, whatever is there."""
+        there = [leg for leg in self.world.legs if leg.lab is self.d and not leg.cancelled and leg.origin is None]
+        going = [leg for leg in there if self.d.of(leg.key) and not self.d.ends(leg.key)]
+        return [leg for leg in going if isinstance(self.d.of(leg.key)[-1], Tokens)] or there
+
+    @precondition(lambda self: self._decoding())
+    @rule(data=st.data(), choice=st.integers(0, 2), turns=st.integers(0, 2))
+    def give_away(self, data: st.DataObject, choice: int, turns: int) -> None:
+        self._give_away(data.draw(st.sampled_from(self._decoding())), choice, turns)
+
+    def _give_away(self, leg: Leg, choice: int, turns: int) -> None:
+        self.d.engine.handover(leg.key, choice % leg.request.n)
+        leg.asked = True
+        self.d.turns(turns)
+
+    def _departed(self) -> list[tuple[Leg, Departure]]:
+        """What has left, as far as nobody has gone on with it."""
+        found = []
+        for leg in self.world.legs:
+            for event in leg.left:
+                known = self.world.departures.setdefault((leg.key, event.choice), Departure(event))
+                if known.onward is None and not known.over:
+                    found.append((leg, known))
+        return found
+
+    @precondition(lambda self: self._departed())
+    @rule(data=st.data(), wanted=st.sampled_from([True, True, False]), turns=st.integers(0, 2))
+    def go_on(self, data: st.DataObject, wanted: bool, turns: int) -> None:
+        """The router submits it at p, or does not want it any more."""
+        leg, departure = data.draw(st.sampled_from(self._departed()))
+        if wanted:
+            self._go_on(leg, departure, turns)
+        else:
+            departure.event.hold.release()
+            departure.over = True
+
+    def _go_on(self, leg: Leg, departure: Departure, turns: int) -> None:
+        event, origin = departure.event, leg.request
+        said = undisturbed(origin.tokens, origin.sampling, origin.n, self.STATE)[event.choice]
+        tokens = origin.tokens + said[: event.token_count - origin.prompt_len]
+        key = LegKey(f"{leg.key.request_id}.{event.choice}", "decode", 2)
+        made = replace(origin, key=key, mode=Mode.REMOTE, tokens=tokens, n=1, choice=event.choice, deadline=1e9)
+        departure.onward = Leg(self.p, made, origin=origin)
+        self.p.submit(made)
+        self.world.legs.append(departure.onward)
+        self.p.turns(turns)
+
+    @precondition(lambda self: self._decoding())
+    @rule(data=st.data(), choice=st.integers(0, 2), good=st.booleans())
+    def move_at_once(self, data: st.DataObject, choice: int, good: bool) -> None:
+        """All of it, where nothing is in the way."""
+        self._give_away(data.draw(st.sampled_from(self._decoding())), choice, 2)
+        for leg, departure in self._departed():
+            self._go_on(leg, departure, 2)
+        for departure in self._landing():
+            self._land(departure, good)
+
+    def _landing(self) -> list[Departure]:
+        going = [d for d in self.world.departures.values() if d.onward is not None and not d.over]
+        return [d for d in going if d.onward is not None and d.onward.admitted is not None]
+
+    @precondition(lambda self: self._landing())
+    @rule(data=st.data(), good=st.booleans())
+    def land(self, data: st.DataObject, good: bool) -> None:
+        """Everything has been read, or does not agree with its checksums."""
+        departure = data.draw(st.sampled_from(self._landing()))
+        self._land(departure, good)
+
+    def _land(self, departure: Departure, good: bool) -> None:
+        event, onward = departure.event, departure.onward
+        assert onward is not None
+        assert event.token == onward.right[0][0]
+        admitted = onward.admitted
+        if admitted is not None and good and not onward.cancelled:
+            source = Admitted(event.key, event.pages, event.slots, event.token_count, event.hold)
+            move(self.d, self.p, source, admitted)
+            onward.first = (First(event.choice, event.token),)
+            self.p.engine.start(onward.key, onward.first)
+        else:
+            self.p.engine.recompute(onward.key)
+        if admitted is not None:
+            admitted.hold.release()
+        event.hold.release()
+        departure.over = True
+
     @invariant()
     def pools_are_sound(self) -> None:
         self.p.check()
@@ -214,14 +331,18 @@ class EnginesMachine(RuleBasedStateMachine):
 
     def _check(self, leg: Leg, complete: bool) -> None:
         assert leg.lab.ends(leg.key) <= 1
-        right = undisturbed(leg.request.tokens, leg.request.sampling, leg.request.n, self.STATE)
+        right, left = leg.right, {event.choice: event for event in leg.left}
         if leg.done is not None:
             assert [f.token for f in leg.done.first] == [said[0] for said in right]
-        for choice, said in enumerate(right):
+        for choice, said in zip(leg.choices(), right, strict=True):
             got = leg.lab.tokens(leg.key, choice)
             skipped = 1 if leg.first else 0
             assert got == list(said[skipped : skipped + len(got)])
-            if complete and any(isinstance(e, Tokens) and e.last for e in leg.lab.of(leg.key)):
+            if choice in left:
+                known = len(leg.request.tokens) + skipped + len(got)
+                assert left[choice].token_count == known - 1, "it leaves with everything it has said"
+                assert left[choice].token == said[skipped + len(got) - 1]
+            elif complete and any(isinstance(e, Tokens) and e.last for e in leg.lab.of(leg.key)):
                 assert len(got) + skipped == len(said)
 
     def teardown(self) -> None:
@@ -235,14 +356,21 @@ class EnginesMachine(RuleBasedStateMachine):
             self.d.run()
             for pair in self.world.pairs:
                 self._over(pair)
+            for _, departure in self._departed():
+                departure.event.hold.release()
+                departure.over = True
+            for departure in self.world.departures.values():
+                if not departure.over:
+                    self._land(departure, good=True)
             for lab, reservation in self.bookings:
                 lab.engine.cancel_reservation(reservation)
         for leg in self.world.legs:
             self._check(leg, complete=True)
-            ends = leg.lab.ends(leg.key)
+            ends = leg.lab.ends(leg.key) + any(event.last for event in leg.left)
             assert ends == 1 or (leg.cancelled and ends == 0)
             failures = [e.error for e in leg.lab.of(leg.key) if isinstance(e, Failed)]
-            assert all(isinstance(error, DeadlineExceeded) for error in failures)
+            allowed = (DeadlineExceeded, Draining) if leg.asked else (DeadlineExceeded,)
+            assert all(isinstance(error, allowed) for error in failures)
         self.p.engine.check_baseline()
         self.d.engine.check_baseline()
 
