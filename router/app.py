@@ -30,6 +30,7 @@ from router.server import Handler, Runner
 from router.sharing import Sharing
 from router.stats import Stats
 from router.tenants import Keys
+from router.worker import Worker
 from runtime import lifecycle, logs, rpc
 from runtime.clock import SystemClock
 from runtime.config import Config
@@ -47,6 +48,10 @@ REGISTRY = "pdserve.v1.Registry"
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 HEALTH = "grpc.health.v1.Health"
 GOODBYE_S = 1.0
+LOOK_AROUND_S = 5.0
+STEP_ASIDE_S = 0.2
+"""For requests that were on their way to a connection of ours when it closed."""
+
 YOUNG_OBJECTS = 50_000
 """Containers made and not freed before the collector looks at them."""
 
@@ -134,7 +139,9 @@ class Router:
             removed=self._removed,
             metrics=self.metrics,
         )
-        self._server = rpc.server(config)
+        self._shares_port = config.routers > 1
+        self._server = rpc.server(config, shares_port=self._shares_port)
+        self._leaving: asyncio.Task[None] | None = None
         self._runners: list[web.AppRunner] = []
         self.http = ""
         self.admin = ""
@@ -156,11 +163,13 @@ class Router:
         InferenceService(self.front, self._defaults).add_to(self._server)
         HealthService(self.health, [INFERENCE, REGISTRY]).add_to(self._server)
         reflection.enable_server_reflection((INFERENCE, REGISTRY, HEALTH, REFLECTION), self._server)
-        self.grpc = rpc.bind(self._server, self.config.grpc_listen, self.config)
-        await self._server.start()
         self.sharing.start()
         self._feed.start()
         self.dispatcher.start()
+        if self._shares_port:
+            await self._look_around()
+        self.grpc = rpc.bind(self._server, self.config.grpc_listen, self.config)
+        await self._server.start()
         separate = bool(self.config.admin_listen)
         app, direct = self._face.app(with_metrics=not separate), self._face.direct()
         self.http = await self._serve_http(app, self.config.http_listen, direct)
@@ -168,6 +177,18 @@ class Router:
             self.admin = await self._serve_http(self._face.admin_app(), self.config.admin_listen)
         _log.info("configuration", **self.config.shown())
         _log.info("listening", http=self.http, grpc=self.grpc, admin=self.admin, model=self.front.model)
+
+    async def _look_around(self) -> None:
+        """Know the workers and their caches before this process gets its part of the connections, as far as that goes
+        in LOOK_AROUND_S: until then the others serve them."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_AROUND_S):
+                await self._feed.synced.wait()
+                while not all(self._knows(worker) for worker in self.fleet.workers() if worker.record.ready):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+    def _knows(self, worker: Worker) -> bool:
+        return worker.usable and (not self.planner.listening or self.planner.index.synced(worker.id))
 
     async def _serve_http(
         self, app: web.Application, listen: str, direct: Mapping[tuple[str, str], Handler] | None = None
@@ -178,7 +199,7 @@ class Router:
         runner = Runner(app, GOODBYE_S, direct)
         await runner.setup()
         self._runners.append(runner)
-        site = web.TCPSite(runner, host, int(port))
+        site = web.TCPSite(runner, host, int(port), reuse_port=self._shares_port or None)
         try:
             await site.start()
         except OSError as exc:
@@ -198,16 +219,30 @@ class Router:
     async def drain(self) -> None:
         """Take nothing new, finish what runs within drain_timeout_s."""
         self.health.draining = True
+        if self._shares_port:
+            await self._step_aside()
         self.front.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await self.front.permits.idle()
+
+    async def _step_aside(self) -> None:
+        """New connections go to the other processes; idle ones are closed, busy ones after what they are busy with."""
+        door = self._runners[0]
+        for site in list(door.sites):
+            await site.stop()
+        if isinstance(door.server, web.Server):
+            door.server.pre_shutdown()
+        self._leaving = asyncio.create_task(self._server.stop(self.config.drain_timeout_s))
+        await asyncio.sleep(STEP_ASIDE_S)
 
     async def close(self) -> None:
         """Cut what is left. Idempotent."""
         for runner in self._runners:
             await runner.cleanup()
         await self._server.stop(GOODBYE_S if self.front.permits.inflight else 0)
+        if self._leaving is not None:
+            await self._leaving
         await self._feed.stop()
         await self.dispatcher.close()
         await self.planner.close()

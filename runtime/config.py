@@ -128,6 +128,12 @@ class Config(BaseSettings):
     http_listen: str = Field("127.0.0.1:8000", description="address of the HTTP API")
     grpc_listen: str = Field("127.0.0.1:0", description="address of the gRPC API and the registry")
     admin_listen: str = Field("", description="address of /metrics; empty = on the HTTP port")
+    routers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="router processes that share the HTTP and the gRPC port; several need registry=redis",
+    )
     api_keys_file: str = Field(
         "", description="YAML: sha256 of each key -> tenant and limits; empty = open, one tenant"
     )
@@ -200,6 +206,9 @@ class Config(BaseSettings):
     tls_cert: str = Field("", description="PEM file: our certificate")
     tls_key: str = Field("", description="PEM file: its key")
     tls_ca: str = Field("", description="PEM file: who signs our peers' certificates")
+    tls_roles: bool = Field(
+        False, description="a peer may call what the role in its certificate's DNS name is for (worker.pdserve, ...)"
+    )
 
     # the local cluster
     prefill: int = Field(1, ge=0, description="workers that compute prompts")
@@ -220,8 +229,12 @@ class Config(BaseSettings):
         tls = [bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)]
         if any(tls) and not all(tls):
             raise ValueError("tls_cert, tls_key and tls_ca go together")
+        if self.tls_roles and not self.tls_cert:
+            raise ValueError("tls_roles are in certificates: it needs tls_cert, tls_key and tls_ca")
         if self.registry and not _REGISTRY.fullmatch(self.registry):
             raise ValueError('registry must be "host:port" or "redis://host:port/database"')
+        if self.routers > 1 and not self.registry.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("routers can be several only with a registry they share: redis://host:port/database")
         if self.chunk_tokens % 256:
             raise ValueError("chunk_tokens must be a multiple of 256")
         if self.state_interval_tokens % 16:

@@ -22,6 +22,7 @@ from runtime.addresses import is_loopback
 from runtime.config import Config
 from runtime.errors import InvalidRequest, PayloadTooLarge, PdserveError
 from runtime.rpc_errors import ERROR_KEY, MAX_MESSAGE_BYTES, ErrorInterceptor, ServerInterceptor, ServicerContext
+from runtime.rpc_roles import RoleInterceptor
 
 __all__ = [
     "ERROR_KEY",
@@ -65,13 +66,18 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def server(config: Config, interceptors: Sequence[ServerInterceptor] = ()) -> grpc.aio.Server:
+def server(
+    config: Config, interceptors: Sequence[ServerInterceptor] = (), *, shares_port: bool = False
+) -> grpc.aio.Server:
     """A server without port or service; errors of every handler become statuses (see ErrorInterceptor).
 
-    `interceptors` run inside the error interceptor, so they may raise PdserveError too.
+    `interceptors` run inside the error interceptor, so they may raise PdserveError too. shares_port: other processes
+    of this user may listen at the same address, if they say so, too. TLS itself is a matter of the port, see bind();
+    with `tls_roles` the role in a peer's certificate decides here what it may call.
     """
-    del config  # TLS is a matter of the port, see bind()
-    return grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=_SERVER_OPTIONS)
+    roles = [RoleInterceptor()] if config.tls_roles else []
+    options = dict(_SERVER_OPTIONS) | {"grpc.so_reuseport": int(shares_port)}
+    return grpc.aio.server(interceptors=[ErrorInterceptor(), *roles, *interceptors], options=list(options.items()))
 
 
 def bind(server: grpc.aio.Server, listen: str, config: Config) -> str:
