@@ -69,6 +69,7 @@ def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.M
         ({"max_batched_tokens": 256}, "max_batched_tokens", "chunk"),
         ({"lease_margin_s": 10}, "lease_margin_s", "lease_s"),
         ({"tls_cert": "x"}, "tls_cert", "together"),
+        ({"tls_roles": True}, "tls_roles", "tls_cert"),
         ({"registry": "foo"}, "registry", "host:port"),
         ({"registry": "http://router:9000"}, "registry", "host:port"),
         ({"max_m": 1}, "max_m", "known key"),

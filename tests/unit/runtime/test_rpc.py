@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,32 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.v1 import common_pb2, kvsource_pb2, kvsource_pb2_grpc, registry_pb2, registry_pb2_grpc
+from protos.v1 import (
+    common_pb2,
+    decode_pb2_grpc,
+    kvsource_pb2,
+    kvsource_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from runtime import rpc
 from runtime.config import Config
 from runtime.errors import (
     InvalidRequest,
     PayloadTooLarge,
     PdserveError,
+    PermissionDenied,
     QuotaExceeded,
     Saturated,
     TicketInvalid,
     Unsupported,
     WorkerLost,
 )
+from runtime.health import Health, HealthService
 from tests.unit.runtime.certificates import Authority
 
 SECRET = "/home/someone/secret"
@@ -64,6 +76,9 @@ class Source(kvsource_pb2_grpc.KvSourceServicer):
         raise TicketInvalid("the ticket is of another epoch")
 
     async def Handshake(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise AssertionError
+
+    async def OfferPrefix(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise AssertionError
 
     async def Renew(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -269,6 +284,67 @@ async def test_with_tls_both_sides_prove_who_they_are(tmp_path: Path) -> None:
             with pytest.raises(WorkerLost), rpc.translated():
                 await registry_pb2_grpc.RegistryStub(channel).List(registry_pb2.ListRequest(), timeout=5)
             await channel.close(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "may"),
+    [
+        ("worker.pdserve", True),
+        ("prefill-0.worker.pdserve", True),
+        ("operator.pdserve", True),
+        ("client.pdserve", False),
+        ("worker.pdserve.example", False),
+        ("worker", False),
+    ],
+)
+async def test_with_roles_a_certificate_opens_only_what_it_is_for(tmp_path: Path, name: str, *, may: bool) -> None:
+    authority = Authority.create(tmp_path / "ca")
+    config = Config.load({**authority.issue("router.pdserve"), "tls_roles": True})
+    servicer = Registry()
+    async with serving(servicer, config) as (address, _):
+        channel = rpc.channel(address, Config.load(authority.issue(name)))
+        call = registry_pb2_grpc.RegistryStub(channel).List(registry_pb2.ListRequest(), timeout=5)
+        if may:
+            await call
+            assert servicer.identity == name
+        else:
+            with pytest.raises(PermissionDenied) as refused, rpc.translated():
+                await call
+            assert refused.value.reason == "wrong_role"
+            assert servicer.identity == ""
+        await channel.close(None)
+
+
+async def test_a_workers_certificate_opens_neither_another_workers_administration_nor_the_front_door(
+    tmp_path: Path,
+) -> None:
+    """A stream and a unary call; a router may make both, and the one that needs no role is open."""
+    authority = Authority.create(tmp_path / "ca")
+    config = Config.load({**authority.issue("any.worker.pdserve"), "tls_roles": True})
+    server = rpc.server(config)
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker_pb2_grpc.WorkerServicer(), server)  # type: ignore[abstract]
+    decode_pb2_grpc.add_DecodeServicer_to_server(decode_pb2_grpc.DecodeServicer(), server)  # type: ignore[abstract]
+    HealthService(Health({})).add_to(server)
+    address = rpc.bind(server, "127.0.0.1:0", config)
+    await server.start()
+    seen: dict[str, list[str]] = {}
+    for name in ("worker.pdserve", "router.pdserve"):
+        channel = rpc.channel(address, Config.load(authority.issue(name)))
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        stream: Any = decode_pb2_grpc.DecodeStub(channel).Open  # the stubs ask for an iterator
+        calls = (worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=5), stream().read())
+        seen[name] = [await _reason(call) for call in calls]
+        await channel.close(None)
+    await server.stop(None)
+    assert seen == {"worker.pdserve": ["wrong_role", "wrong_role"], "router.pdserve": ["internal", "internal"]}, (
+        "a router gets as far as the methods, which this test leaves out"
+    )
+
+
+async def _reason(call: Awaitable[Any]) -> str:
+    with pytest.raises(PdserveError) as refused, rpc.translated():
+        await call
+    return refused.value.reason
 
 
 async def test_a_missing_certificate_file_is_named(tmp_path: Path) -> None:
