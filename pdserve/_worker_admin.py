@@ -73,6 +73,11 @@ class WorkerAdmin(worker_pb2_grpc.WorkerServicer):
     async def Drain(  # noqa: N802
         self, request: worker_pb2.DrainRequest, context: ServicerContext
     ) -> worker_pb2.DrainReply:
+        """Empty this worker, and answer when that is done or the time is over. With drain = true nothing new comes, and
+        every router moves what decodes here to other decode workers, pages and state with it (feature `handover`,
+        router option `moves`), a few at a time; what nobody has room for finishes here. So whoever wants a worker gone,
+        or in another role, calls this and looks at the answer; SetRole(PREFILL) alone makes routers move it all, too,
+        without refusing anything that was promised. drain = false takes it back; what has left does not return."""
         running, leases = await self._actions.drain(request.drain, request.timeout_ms / 1000)
         return worker_pb2.DrainReply(running=running, leases=leases)
 
