@@ -162,6 +162,21 @@ async def test_a_drained_worker_gives_its_streams_away_and_the_client_sees_one(s
         assert made.metric("pdserve_requests_total", outcome="completed", reason="") == 1
 
 
+async def test_what_moves_is_booked_where_it_goes_and_given_back_everywhere() -> None:
+    async with running(policy="predicted") as (made, fleet):
+        call = asyncio.create_task(history(made))
+        source = await fleet.holder()
+        (target,) = fleet.others(source)
+        source.advertise(draining=True)
+        await until(lambda: bool(fleet.script(target).waiting))
+        views = {view.worker_id: view for view in made.router.planner.ledger.views()}
+        assert (views[source.id].decoding, views[target.id].decoding) == (0, 1)
+        fleet.go()
+        assert whole(await call)
+        await made.quiet()
+        assert all(view.held_tokens == view.decoding == 0 for view in views.values())
+
+
 async def test_a_worker_that_will_only_compute_prompts_gives_its_streams_away() -> None:
     async with running() as (made, fleet):
         call = asyncio.create_task(history(made))
