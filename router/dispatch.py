@@ -198,7 +198,7 @@ class Dispatch:
 
     def _close_idle(self, passage: Passage) -> None:
         """A passage none of whose choices goes on has nothing left to do."""
-        if not self.open_choices(passage.choices):
+        if passage in self.passages and not self.open_choices(passage.choices):
             self.passages.remove(passage)
             passage.close("settled")
 
@@ -255,12 +255,13 @@ class Dispatch:
             self._close_idle(passage)
             return
         known = len(self.work.tokens) + choice.next_sequence
-        if body.token_count + 1 != known or choice.tokens[-1] != body.first.token:
+        if body.token_count + 1 != known or choice.tokens[-1:] != [body.first.token]:
             raise WorkerLost("what the worker gives away is not what it has said", reason="sequence_gap")
         move = passage.moves.pop(body.choice, None)
         piece = self.onward(passage, choice.index)
         onward = move.departed() if move is not None else Onward(self, self.shared, piece, passage.avoid, left.worker)
         self.passages.append(onward)
+        self._made.append(onward)
         self._close_idle(passage)
         onward.go_on(piece, left, body.ticket)
         self._arm()

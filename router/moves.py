@@ -79,7 +79,7 @@ class Move:
     async def _reserve(self, targets: Callable[[frozenset[str]], str | None]) -> bool:
         for _ in range(TRIES):
             target = targets(self.onward.refused)
-            if target is None or self.onward.over:
+            if target is None or self.onward.over or self._left:
                 return False
             if await self.onward.reserve(target):
                 return True

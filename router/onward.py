@@ -15,7 +15,7 @@ from protos.v1 import decode_pb2, prefill_pb2
 from router.continuity import Piece
 from router.legs import DecodeLeg, DepartedLeg, State
 from router.passage import Passage
-from router.seats import Owner, Shared
+from router.seats import ENDED, Owner, Shared
 from router.worker import Worker
 from runtime.errors import PdserveError, WorkerLost
 
@@ -50,6 +50,8 @@ class Onward(Passage):
             self.piece.request_id, worker_id, len(self.piece.tokens), self.left_to_make
         )
         await self._ask([leg], local=False)
+        if self.decode is not leg:  # it has left already, and does without
+            return False
         if leg.refusal is not None:
             self._heard(leg, leg.refusal)
             self.decode = None
@@ -73,7 +75,11 @@ class Onward(Passage):
         self.moved_at = self._sent_at = self._now()
         cause = WorkerLost("no other decode worker has room", reason="no_other_worker")
         leg = self.decode
+        if leg is not None and leg.state is State.RESERVING:  # it came unasked, or long after it was asked
+            self._heard(leg, ENDED)
+            leg.close("late")
         if leg is None or leg.state is not State.RESERVED:
+            self.decode = None
             self._replacing = asyncio.create_task(self._replace(None, cause, lost=True))
             return
         try:
