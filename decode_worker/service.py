@@ -163,7 +163,10 @@ class DecodeService(  # type: ignore[misc]  # its Open is a coroutine that write
             leg.open -= set(cancel.choices)
             if leg.open:
                 self._worker.engine.end_choices(key, list(cancel.choices))
-            if leg.open or self._departed.held(leg):
+                return
+            if self._departed.held(leg):  # nothing runs here any more; what has left is still to be read
+                if leg.over_at is None:
+                    self._stop(leg)
                 return
         self._drop(key)
 

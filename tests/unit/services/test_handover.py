@@ -177,6 +177,26 @@ async def test_giving_up_one_of_two_that_left_keeps_the_other(s: Setup) -> None:
     await stream.drop()
 
 
+async def test_the_last_choice_that_runs_stops_on_the_routers_word_beside_one_that_left(s: Setup) -> None:
+    stream = decode_stream(s.service)
+    await stream.open()
+    submit(stream, work(tokens=range(20), n=2), local=True)
+    await stream.settle()
+    s.admit()
+    hold = leaves(s, 0, last=False)
+    await stream.next()
+
+    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[1]))  # a stop string
+    await stream.settle()
+
+    assert s.engine.cancelled == [KEY], "it would go on to its last token for nobody"
+    assert (s.service.busy(), s.service.remembered(), hold.released) == (0, 1, 0)
+    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[0]))
+    await stream.settle()
+    assert (s.service.remembered(), hold.released) == (0, 1)
+    await stream.drop()
+
+
 async def test_a_choice_whose_end_the_router_has_seen_leaves_nothing(s: Setup) -> None:
     stream = decode_stream(s.service)
     await stream.open()
