@@ -21,6 +21,8 @@ from engine.api import Retention
 EXPIRED = -(1 << 16)
 """The rank of what has passed its time, below every priority."""
 
+SPARE_ENDS = 64
+
 Ranked = Callable[[bytes, int], None]
 UsedAgain = Callable[[Sequence[bytes]], None]
 
@@ -103,6 +105,9 @@ class Retained:
             known = self._kept.pop(key, None)
             if known is not None:
                 self._leave(key, known)
+        if len(self._ends) > 2 * len(self._kept) + SPARE_ENDS:  # ends of what is gone, some a day ahead
+            self._ends = [(one.expires, next(self._numbers), key) for key, one in self._kept.items() if one.queued]
+            heapq.heapify(self._ends)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -185,3 +185,20 @@ def test_one_place_in_the_queue_of_ends_whatever_a_key_is_asked_for() -> None:
     assert retained.rank(key) == 0
     retained.tick(1009.0)
     assert retained.rank(key) == EXPIRED
+
+
+def test_ends_a_day_ahead_are_not_remembered_of_what_is_gone() -> None:
+    retained = Retained()
+    day = Retention(ttl_s=86_400.0)
+    stays = [bytes([1, number]) for number in range(10)]
+    retained.touch(stays, day, 0, retained.until(day))
+    for number in range(2_000):  # comes and goes, also the same again
+        keys = [b"%d" % (number % 1_000)]
+        retained.tick(number / 100)
+        retained.touch(keys, day, 0, retained.until(day))
+        retained.forget(keys)
+    assert len(retained) == 10
+    assert len(retained._ends) < 200
+
+    retained.tick(86_401.0)
+    assert {retained.rank(key) for key in stays} == {EXPIRED}
