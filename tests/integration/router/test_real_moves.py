@@ -72,13 +72,18 @@ def moves(made: Real, outcome: str, reason: str = "drain") -> float:
 
 
 @asynccontextmanager
-async def within(router: Router, role: str, step_s: float = 0.0) -> AsyncIterator[LocalWorker]:
+async def within(router: Router, role: str, step_s: float = 0.0, **flags: Any) -> AsyncIterator[LocalWorker]:
     """A worker of the oracle model inside this process, of which every step takes so long."""
-    async with started(local_config("oracle", role=role, **reached(router))) as worker:
-        runner = worker.parts.engine._runner
-        assert isinstance(runner, OracleRunner)
-        runner._step_s = step_s
+    settings = local_config("oracle", role=role, **reached(router)).model_copy(update=flags)
+    async with started(settings) as worker:
+        paced(worker, step_s)
         yield worker
+
+
+def paced(worker: LocalWorker, step_s: float) -> None:
+    runner = worker.parts.engine._runner
+    assert isinstance(runner, OracleRunner)
+    runner._step_s = step_s
 
 
 @asynccontextmanager
@@ -119,6 +124,32 @@ async def test_a_drained_decode_worker_is_empty_long_before_its_streams_end_and_
         assert moves(made, "moved") == 7
         assert router.metrics.value("pdserve_router_retries_total", {"kind": "continue"}) == 0
         assert moved == await asyncio.gather(*(stream(made, number) for number in range(5)), stream(made, 5, n=2))
+        await baseline(prefill, source, target)
+
+
+async def test_a_request_put_aside_for_want_of_memory_goes_on_at_a_worker_that_has_some() -> None:
+    """Four requests in a pool that holds one of them to the end; the others' bytes wait on the host when a worker with
+    room comes."""
+    small = {"kv_pool_tokens": 16 * 14, "host_pool_tokens": 1024, "headroom_tokens": 1}
+    async with AsyncExitStack() as stack:
+        router = await Router.start(config(moves_pressure_s=0.1, headroom_tokens=1))
+        stack.push_async_callback(router.close)
+        prefill = await stack.enter_async_context(within(router, "prefill"))
+        source = await stack.enter_async_context(within(router, "decode", SLOW_STEP_S, **small))
+        http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{router.http}"))
+        made = Real(router, [prefill, source], http)
+        await until(lambda: sum(state.usable for state in router.fleet.states()) == 2)
+        calls = [asyncio.create_task(stream(made, number, max_tokens=130)) for number in range(4)]
+        tiers = source.parts.engine.tiers
+        assert tiers is not None
+        await until(lambda: tiers.swapped_now > 0, 30)
+        target = await stack.enter_async_context(within(router, "decode"))
+
+        await until(lambda: moves(made, "moved", "pressure") >= 1, 20)
+        paced(source, 0.0)
+        said = await asyncio.gather(*calls)
+
+        assert said == await asyncio.gather(*(stream(made, number, max_tokens=130) for number in range(4)))
         await baseline(prefill, source, target)
 
 
