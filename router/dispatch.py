@@ -136,6 +136,7 @@ class Dispatch:
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self.loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
+        self._rings_at = 0.0
         self._again: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Outcome:
@@ -313,7 +314,10 @@ class Dispatch:
             if passage.moved_at is not None:
                 limit = min(limit, passage.moved_at + passage.silence_s)
         if self._timer is not None:
+            if self._rings_at <= limit:  # it will look again then: most requests are over before that
+                return
             self._timer.cancel()
+        self._rings_at = limit
         self._timer = self.loop.call_later(max(limit - self._now(), 0.0), self._tick)
 
     def _tick(self) -> None:

@@ -39,7 +39,6 @@ def setup(config: Config, *, stream: TextIO | None = None, **bound: Any) -> None
     structlog.reset_defaults()
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
             _Bound(bound),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
