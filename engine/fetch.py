@@ -19,7 +19,7 @@ from engine.meter import Meter
 from engine.prefixes import Prefixes, Staged
 from kvtransfer.hashing import page_keys
 from kvtransfer.prefix import check_offer
-from kvtransfer.types import Destination, Pulled, Wanted
+from kvtransfer.types import PAGE_TOKENS, Destination, Pulled, Wanted
 from protos.v1 import common_pb2
 from protos.v1 import kvsource_pb2 as pb
 from runtime.clock import Clock
@@ -139,7 +139,8 @@ class Fetcher:
         keys = await asyncio.to_thread(page_keys, work.root, work.tokens, work.unit_extras)
         wanted = Wanted(tuple(keys), work.tokens, 0, state)
         held = prefixes.held(wanted)
-        if held >= min(source.tokens, len(work.tokens) - 1):
+        most = min(source.tokens, len(work.tokens) - 1)
+        if held >= (most if state else most - most % PAGE_TOKENS):
             raise _Missed("here")
         wanted = Wanted(wanted.page_keys, wanted.tokens, held, state)
         ref = common_pb2.AttemptRef(request_id=work.key.request_id, attempt=work.key.attempt)

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from kvtransfer.inprocess import Faults, InProcessTransport
-from protos.v1 import common_pb2
+from protos.v1 import common_pb2, kvsource_pb2
 from tests.integration.pd.inprocess import LocalWorker, config
 from tests.integration.pd.router_client import Answer, Router, request
 from tests.integration.pd.workers import WorkerProcess, baseline
@@ -82,13 +82,11 @@ async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
     model = request.param
     more: dict[str, Any] = {"max_batch": 8, "chunk_tokens": 256, "lease_s": 3.0, "lease_margin_s": 0.5}
     workers = [LocalWorker(role, config(model, **more)) for role in ("prefill", "prefill", "decode", "both")]
-    for worker in workers:
-        await worker.start()
+    await asyncio.gather(*(worker.start() for worker in workers))
     p, q, d, cold = workers
     made = Fleet(model, p, q, d, cold, [])
     yield made
-    for router in made.routers:
-        await router.close()
+    await asyncio.gather(*(router.close() for router in made.routers))
     await asyncio.gather(*(worker.stop() for worker in workers))
 
 
@@ -183,6 +181,33 @@ async def test_a_fetch_that_takes_longer_than_its_budget_is_a_miss_whose_pages_s
     q_reads.gate.set()
     await fleet.idle()
     assert answer.tokens == await fleet.cold_answer(tokens)
+
+
+@pytest.mark.parametrize("lie", [-16, 16, 500])
+async def test_a_source_that_lies_about_what_it_offers_is_a_miss(
+    fleet: Fleet, lie: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = fleet.prompt()
+    await fleet.warm(fleet.p, tokens)
+    offers = fleet.p.parts.source._offers
+    assert offers is not None
+    honest = offers.answer
+
+    async def lying(request: kvsource_pb2.OfferPrefixRequest, identity: str) -> kvsource_pb2.OfferPrefixReply:
+        reply = await honest(request, identity)
+        reply.token_count += lie
+        return reply
+
+    monkeypatch.setattr(offers, "answer", lying)
+    assert missed(await fleet.fetched(fleet.q, tokens, source(fleet.p, 288)))
+
+
+async def test_a_prompt_of_whole_pages_that_is_here_is_not_sought(fleet: Fleet) -> None:
+    tokens = fleet.prompt(288)
+    await fleet.warm(fleet.q, tokens)
+    before = fleet.outcomes(fleet.q).get("here", 0)
+    await fleet.fetched(fleet.q, tokens, source(fleet.p, 287))
+    assert fleet.outcomes(fleet.q)["here"] == before + (0 if fleet.state else 1)
 
 
 @pytest.mark.parametrize("wrong", ["epoch", "nobody", "no budget", "cold"])
