@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 
 import openai
+import openai.resources  # else imported at the first request, for longer than a worker may be silent on a busy machine
 import pytest
 
 from tests.integration.router.scripted import LENGTH, STOP, Leg, ScriptedWorker, Site, site
