@@ -103,7 +103,7 @@ class Planner:
         self._policy = _made(config.policy, self.speeds)
         self.shared: SharedIndex | None = None
         self.others = Others(self.speeds)
-        self._feeds: dict[str, asyncio.Task[None]] = {}
+        self._feeds: dict[str, tuple[Worker, asyncio.Task[None]]] = {}
         self._numbers = 0
         self._error = metrics.gauge(
             "pdserve_router_ttft_prediction_error", "Median relative error of predicted seconds to the first token"
@@ -128,13 +128,23 @@ class Planner:
         view.bytes_per_token, view.state_bytes = _sizes(worker.facts.layout)
         if view.state_bytes:
             self.index.stateful = True
-        if self.listening and worker.id not in self._feeds:
-            self._feeds[worker.id] = asyncio.create_task(self._listen(worker), name=f"cache-events-{worker.id}")
+        if self.listening:
+            self._follow(worker)
+
+    def _follow(self, worker: Worker) -> None:
+        """Its cache's events. One that comes again under its name is another process, at another place."""
+        known = self._feeds.get(worker.id)
+        if known is not None and known[0] is worker:
+            return
+        if known is not None:
+            known[1].cancel()
+        feed = asyncio.create_task(self._listen(worker), name=f"cache-events-{worker.id}")
+        self._feeds[worker.id] = (worker, feed)
 
     def left(self, worker: Worker) -> None:
         feed = self._feeds.pop(worker.id, None)
         if feed is not None:
-            feed.cancel()
+            feed[1].cancel()
         if self.active:
             self.ledger.remove(worker.id)
             self.index.forget(worker.id)
@@ -144,7 +154,7 @@ class Planner:
             self.shared.left(worker.id)
 
     async def close(self) -> None:
-        feeds = list(self._feeds.values())
+        feeds = [feed for _, feed in self._feeds.values()]
         for feed in feeds:
             feed.cancel()
         await asyncio.gather(*feeds, return_exceptions=True)
