@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from deploy import processes, ray_head
 from deploy.placement import WorkerSpec, child_env, local_gpus, most_workers, namespace, plan, settings_of
-from deploy.ports import settle
+from deploy.ports import admin_addresses, settle
 from deploy.state import ClusterRecord, StateDir
 from deploy.supervisor import EXIT_REFUSED
 from runtime.config import Config
@@ -45,7 +45,7 @@ class Launcher:
         self._stop = threading.Event()
         self._front_ready = threading.Event()
         self._talking = True
-        self._router: subprocess.Popen[bytes] | None = None
+        self._routers: list[subprocess.Popen[bytes]] = []
         self._ray: subprocess.Popen[bytes] | None = None
         self._placer: subprocess.Popen[bytes] | None = None
         self._controller: subprocess.Popen[bytes] | None = None
@@ -73,22 +73,21 @@ class Launcher:
         config = self._config
         self._http = settle(config.http_listen, "http_listen")
         self._grpc = settle(config.grpc_listen, "grpc_listen")
-        self._admin = settle(config.admin_listen, "admin_listen") if config.admin_listen else ""
+        self._admins = admin_addresses(config)
         registry = config.registry or self._grpc
         specs = plan(config, registry, cores=len(os.sched_getaffinity(0)), gpus=local_gpus())
         self._router_settings = settings_of(config) | {"http_listen": self._http, "grpc_listen": self._grpc}
-        self._router_settings |= {"admin_listen": self._admin} if self._admin else {}
-        self._start_router()
+        self._routers = [self._start_router(number) for number in range(config.routers)]
         self._say(event="router", http=self._http, grpc=self._grpc, workers=[spec.name for spec in specs])
         address = self._start_ray(most_workers(config))
         self._write_record(address, specs)
         self._place(address, specs)
         threading.Thread(target=self._hear_front, daemon=True).start()
 
-    def _start_router(self) -> None:
-        env = child_env(os.environ, self._router_settings)
-        with (self._state.logs / "router.log").open("ab") as output:
-            self._router = processes.spawn(
+    def _start_router(self, number: int) -> subprocess.Popen[bytes]:
+        env = child_env(os.environ, self._router_settings | {"admin_listen": self._admins[number]})
+        with (self._state.logs / f"{_router(number)}.log").open("ab") as output:
+            return processes.spawn(
                 [sys.executable, "-m", "pdserve", "router"], env=env, death_signal=signal.SIGTERM, output=output
             )
 
@@ -130,7 +129,7 @@ class Launcher:
                 model=self._config.model,
                 detached=self._config.detach,
                 registry_token=self._config.registry_token,
-                metrics=self._admin or self._http,
+                metrics=self._admins[0] or self._http,
             )
         )
 
@@ -197,15 +196,15 @@ class Launcher:
             raise Failed("Ray has ended")
 
     def _check_router(self) -> None:
-        assert self._router is not None
-        code = self._router.poll()
-        if code is None:
-            return
-        if self._talking:
-            raise Failed(f"the router has ended ({code}):\n{self._state.tail('router')}")
-        # What was accepted once may be refused for a while: its port is taken, a file of keys is being edited.
-        self._stop.wait(REFUSED_PAUSE_S if code == EXIT_REFUSED else 0.2)
-        self._start_router()
+        for number, router in enumerate(self._routers):
+            code = router.poll()
+            if code is None:
+                continue
+            if self._talking:
+                raise Failed(f"the router has ended ({code}):\n{self._state.tail(_router(number))}")
+            # What was accepted once may be refused for a while: its port is taken, a file of keys is being edited.
+            self._stop.wait(REFUSED_PAUSE_S if code == EXIT_REFUSED else 0.2)
+            self._routers[number] = self._start_router(number)
 
     def _check_controller(self) -> None:
         """It runs from the end of the start on. The fleet can do without it, so whatever it ends with, it is only
@@ -236,12 +235,12 @@ class Launcher:
 
     def _end(self) -> None:
         """Everything in order, then whatever is left of the session. The record goes last."""
-        for process in (self._controller, self._router, self._ray, self._placer):
+        for process in (self._controller, *self._routers, self._ray, self._placer):
             if process is not None and process.poll() is None:
                 process.terminate()
         for process, grace in (
             (self._controller, 1.0),
-            (self._router, ROUTER_GRACE_S),
+            *((router, ROUTER_GRACE_S) for router in self._routers),
             (self._ray, RAY_GRACE_S),
             (self._placer, 1.0),
         ):
@@ -260,6 +259,11 @@ class Launcher:
             sys.stdout.flush()
         except BrokenPipeError:
             self._stop.set()
+
+
+def _router(number: int) -> str:
+    """Its name, and that of its log."""
+    return f"router-{number}" if number else "router"
 
 
 def main() -> None:

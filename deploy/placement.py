@@ -76,6 +76,8 @@ def check(config: Config) -> None:
 
 def _check_elastic(config: Config) -> None:
     changed = config.overrides()
+    if config.elastic and config.routers > 1:
+        raise InvalidRequest("an elastic fleet is moved by what one router measures", field="routers", limit="1")
     for key in ELASTIC_KEYS:
         if key in changed and not config.elastic:
             raise InvalidRequest("bounds an elastic fleet: set elastic, too", field=key)
@@ -126,7 +128,7 @@ def secured(config: Config) -> Config:
     return config.model_copy(update={"registry_token": token})
 
 
-_ROUTERS_OWN = {"cache_salt_secret": ""}
+_ROUTERS_OWN = {"cache_salt_secret": "", "routers": 1}
 """Nothing a worker is to know."""
 
 

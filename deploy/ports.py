@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
+from runtime.config import Config
 from runtime.errors import InvalidRequest
 
 
@@ -31,3 +32,16 @@ def settle(listen: str, field: str) -> str:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "not host:port"
         raise InvalidRequest(f"cannot listen on {listen}: {why}", field=field) from None
+
+
+def admin_addresses(config: Config) -> list[str]:
+    """Where each router process answers /metrics. One alone may do so on its HTTP port (""); several that share that
+    port need one each: the ports from that of admin_listen on, or any of the loopback's."""
+    if config.routers == 1:
+        return [settle(config.admin_listen, "admin_listen") if config.admin_listen else ""]
+    if not config.admin_listen:
+        return [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", config.routers)]
+    host, _, port = config.admin_listen.rpartition(":")
+    if not port.isdigit() or not int(port):
+        raise InvalidRequest("several routers count from this port: name one", field="admin_listen", limit="host:port")
+    return [settle(f"{host}:{int(port) + number}", "admin_listen") for number in range(config.routers)]

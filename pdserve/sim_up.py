@@ -18,7 +18,7 @@ from bench.sim.profile import Profile
 from deploy import processes
 from deploy.fleet import Fleet
 from deploy.placement import check, child_env, secured, settings_of
-from deploy.ports import settle
+from deploy.ports import admin_addresses, settle
 from pdserve.up import Stopped, until_signal
 from runtime.config import Config
 from runtime.errors import InvalidRequest, PdserveError
@@ -42,8 +42,8 @@ class SimCluster:
                 raise InvalidRequest("simulated workers run here, without Ray, and end with this command", field=key)
         self._profile = Profile.load(config.sim)
         http, grpc = settle(config.http_listen, "http_listen"), settle(config.grpc_listen, "grpc_listen")
-        admin = settle(config.admin_listen, "admin_listen") if config.admin_listen else ""
-        listens = {"http_listen": http, "grpc_listen": grpc, "admin_listen": admin}
+        self._admins = admin_addresses(config)
+        listens = {"http_listen": http, "grpc_listen": grpc, "admin_listen": self._admins[0]}
         self.config = secured(config).model_copy(update=listens)
         self.counts = {role: getattr(config, role) for role in ("prefill", "decode", "both") if getattr(config, role)}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -51,7 +51,8 @@ class SimCluster:
     async def start(self) -> None:
         """Returns when every worker is ready and the router serves. Raises _Ended."""
         settings = settings_of(self.config.model_copy(update={"log_level": _quieter(self.config.log_level)}))
-        self._spawn("router", settings)
+        for number, admin in enumerate(self._admins):
+            self._spawn(f"router-{number}" if number else "router", {**settings, "admin_listen": admin})
         async with Fleet(self.config.grpc_listen, self.config) as fleet:
             await self._until(fleet, 0)
             for role, count in self.counts.items():
@@ -82,7 +83,7 @@ class SimCluster:
                 processes.stop(process, GRACE_S)
 
     def _spawn(self, name: str, settings: dict[str, str]) -> None:
-        command = [name if name in ("router", "controller") else "worker"]
+        command = [name.partition("-")[0] if name.startswith(("router", "controller")) else "worker"]
         if name == "controller":
             command += ["--router", self.config.grpc_listen]
             command += ["--metrics", self.config.admin_listen or self.config.http_listen]

@@ -21,19 +21,19 @@ class Scripted(Launcher):
         super().__init__(Config(), state)
         self._statuses = list(statuses)
         self.started = 0
+        self._routers = [self._start_router(0)]
 
-    def _start_router(self) -> None:
+    def _start_router(self, number: int) -> subprocess.Popen[bytes]:
         code = f"raise SystemExit({self._statuses.pop(0)})" if self._statuses else "import time; time.sleep(60)"
-        self._router = subprocess.Popen([sys.executable, "-c", code])
         self.started += 1
+        return subprocess.Popen([sys.executable, "-c", code])
 
     def check(self, *, settled: bool) -> subprocess.Popen[bytes]:
         """One look at a router that has ended."""
-        assert self._router is not None
-        self._router.wait()
+        self._routers[0].wait()
         self._talking = not settled
         self._check_router()
-        return self._router
+        return self._routers[0]
 
 
 @pytest.mark.parametrize("status", [1, EXIT_REFUSED])
@@ -42,7 +42,6 @@ def test_a_router_that_served_is_started_again_whatever_it_ended_with(
 ) -> None:
     monkeypatch.setattr("deploy.launcher.REFUSED_PAUSE_S", 0.01)
     launcher = Scripted(tmp_path / "s", status, EXIT_REFUSED)
-    launcher._start_router()
     launcher.check(settled=True)
     router = launcher.check(settled=True)
     assert launcher.started == 3
@@ -51,9 +50,21 @@ def test_a_router_that_served_is_started_again_whatever_it_ended_with(
     router.wait()
 
 
+def test_of_several_routers_only_the_one_that_ended_is_started_again(tmp_path: Path) -> None:
+    launcher = Scripted(tmp_path / "s")
+    launcher._routers.append(launcher._start_router(1))
+    other = launcher._routers[1]
+    launcher._routers[0].kill()
+    launcher.check(settled=True)
+    assert launcher._routers[1] is other
+    assert [router.poll() for router in launcher._routers] == [None, None]
+    for router in launcher._routers:
+        router.kill()
+        router.wait()
+
+
 def test_a_router_that_never_served_ends_the_start(tmp_path: Path) -> None:
     launcher = Scripted(tmp_path / "s", EXIT_REFUSED)
-    launcher._start_router()
     with pytest.raises(Failed, match="has ended"):
         launcher.check(settled=False)
 

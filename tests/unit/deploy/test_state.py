@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from deploy import processes
-from deploy.ports import free_ports, settle
+from deploy.ports import admin_addresses, free_ports, settle
 from deploy.state import ClusterRecord, StateDir
+from runtime.config import Config
 from runtime.errors import InvalidRequest
 
 
@@ -76,3 +77,15 @@ def test_port_zero_becomes_a_real_one_and_a_taken_one_is_refused_by_its_key() ->
             settle(f"127.0.0.1:{port}", "http_listen")
     assert caught.value.field == "http_listen"
     assert len(set(free_ports("127.0.0.1", 20))) == 20
+
+
+def test_every_router_process_has_an_address_for_its_metrics_and_one_alone_needs_none() -> None:
+    assert admin_addresses(Config()) == [""]
+    several = Config(routers=3, registry="redis://127.0.0.1:1")
+    assert len(set(admin_addresses(several))) == 3
+    (free,) = free_ports("127.0.0.1", 1)
+    counted = admin_addresses(several.model_copy(update={"admin_listen": f"127.0.0.1:{free}", "routers": 1}))
+    assert counted == [f"127.0.0.1:{free}"]
+    with pytest.raises(InvalidRequest) as refused:
+        admin_addresses(several.model_copy(update={"admin_listen": "127.0.0.1:0"}))
+    assert refused.value.field == "admin_listen"

@@ -138,3 +138,11 @@ def test_a_child_process_gets_the_same_configuration_through_its_environment(tmp
 def test_a_change_for_a_child_is_validated() -> None:
     with pytest.raises(InvalidRequest, match="max_n"):
         Config().child_environment(max_n=0)
+
+
+def test_several_routers_need_a_registry_they_share() -> None:
+    for registry in ("", "127.0.0.1:9000"):
+        with pytest.raises(InvalidRequest) as refused:
+            Config.load({"routers": 2, "registry": registry})
+        assert refused.value.field == "routers"
+    assert Config.load({"routers": 2, "registry": "redis://127.0.0.1:6379/0"}).routers == 2
