@@ -18,6 +18,7 @@ from pdserve.sim import nics
 from protos.v1 import common_pb2, worker_pb2
 from router.app import Router
 from runtime.config import Config
+from tests.integration.pd.conftest import ORACLE
 from tests.integration.pd.inprocess import LocalWorker
 from tests.integration.pd.inprocess import config as local_config
 from tests.integration.pd.workers import WorkerProcess, baseline
@@ -196,3 +197,35 @@ async def test_a_worker_that_changes_its_role_is_left_and_a_target_killed_afterw
 
         assert await asyncio.gather(*calls) == right
         await baseline(source, made.workers["prefill"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["source", "target"])
+async def test_a_worker_killed_while_the_bytes_move_costs_no_stream(victim: str) -> None:
+    """The source's word on what may be read comes late, so that the kill falls into the transfer."""
+    async with real("prefill", "decode", step_s=0.05, faults="kv.event=delay:1.5") as made:
+        flags = {**ORACLE, "registry": made.router.grpc, "lease_s": 60.0}
+        source, others = made.workers["decode"], [WorkerProcess("decode", flags) for _ in range(2)]
+        calls = [asyncio.create_task(stream(made, number)) for number in range(3)]
+        try:
+            await until(lambda: running(made, source) == 3, 20)
+            await asyncio.gather(*(worker.start() for worker in others))
+            await until(lambda: sum(state.usable for state in made.router.fleet.states()) == 4, 20)
+            draining = asyncio.create_task(drain(source, 20))
+            under_way = made.router.dispatcher.moves._under_way
+            await until(lambda: any(move._left for move in under_way), 20)
+            going = next(move for move in under_way if move._left)
+            assert going.onward.decode is not None
+            address = going.onward.decode.worker.record.address
+            target = next(worker for worker in others if worker.address == address)
+            (left,) = [worker for worker in others if worker is not target]
+
+            await (source if victim == "source" else target).kill()
+
+            moved = await asyncio.gather(*calls)
+            assert moved == [await stream(made, number) for number in range(3)]
+            await asyncio.gather(draining, return_exceptions=True)
+            await baseline(made.workers["prefill"], left, *([target] if victim == "source" else [source]))
+        finally:
+            for worker in others:
+                await worker.stop()

@@ -38,13 +38,15 @@ class Real:
 
 
 @asynccontextmanager
-async def real(*roles: str, step_s: float = 0.0, lease_s: float = 60.0) -> AsyncIterator[Real]:
-    """Workers of these roles behind one router. The lease is long: what frees pages here is never the lease."""
+async def real(*roles: str, step_s: float = 0.0, lease_s: float = 60.0, faults: str = "") -> AsyncIterator[Real]:
+    """Workers of these roles behind one router. The lease is long: what frees pages here is never the lease. faults:
+    further ones of all of them."""
     async with AsyncExitStack() as stack:
         router = await Router.start(config())
         stack.push_async_callback(router.close)
         flags = {**ORACLE, "registry": router.grpc, "lease_s": lease_s}
-        env = {"PDSERVE_FAULTS": f"engine.step=delay:{step_s}"} if step_s else {}
+        armed = [f"engine.step=delay:{step_s}"] * bool(step_s) + [faults] * bool(faults)
+        env = {"PDSERVE_FAULTS": ",".join(armed)} if armed else {}
         workers = [WorkerProcess(role, flags, env) for role in roles]
         for worker in workers:
             stack.push_async_callback(worker.stop)
