@@ -271,8 +271,9 @@ class Link(Generic[C]):
 
     async def _write(self, call: Any) -> None:
         while True:
-            self._wake.clear()
-            await self._wake.wait()
+            if not (self._urgent or self._submissions):
+                self._wake.clear()
+                await self._wake.wait()
             if self._pressure.on and self.streams_reserve:
                 await asyncio.sleep(COLLECT_S)
             while self._urgent or self._submissions:

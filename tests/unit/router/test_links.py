@@ -1,0 +1,139 @@
+"""What a link sends, and when: nothing is left behind, and under pressure what comes together leaves together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from protos.v1 import common_pb2, prefill_pb2
+from router.links import Link
+from router.pressure import Pressure
+from router.worker import PrefillService
+from runtime.errors import PdserveError, WorkerLost
+
+
+class Call:
+    """A stream whose worker welcomes when told to and says nothing else. `seen` after every message."""
+
+    def __init__(self) -> None:
+        self.written: list[prefill_pb2.PrefillCommand] = []
+        self.welcome = asyncio.Event()
+        self.seen = asyncio.Condition()
+        self._welcomed = False
+
+    async def write(self, message: prefill_pb2.PrefillCommand) -> None:
+        async with self.seen:
+            self.written.append(message)
+            self.seen.notify_all()
+
+    async def read(self) -> prefill_pb2.PrefillEvents:
+        await (asyncio.Event().wait() if self._welcomed else self.welcome.wait())
+        self._welcomed = True
+        return prefill_pb2.PrefillEvents(events=[prefill_pb2.PrefillEvent(welcome=common_pb2.Welcome(protocol=1))])
+
+    def cancel(self) -> None:
+        """The link is closed."""
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(5), self.seen:
+            await self.seen.wait_for(lambda: len(self.written) >= count)
+
+
+class Service(PrefillService):
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def open(self) -> Any:
+        return self._call
+
+
+class Leg:
+    """Nobody's: only what is sent counts."""
+
+    def on_event(self, kind: str, body: Any) -> None: ...
+
+    def on_step(self) -> None: ...
+
+    def on_lost(self, error: PdserveError) -> None: ...
+
+    def next_sequence(self) -> list[int]:
+        return []
+
+
+def ref(number: int) -> common_pb2.AttemptRef:
+    return common_pb2.AttemptRef(request_id=str(number), attempt=1)
+
+
+def submit(number: int) -> prefill_pb2.PrefillCommand:
+    return prefill_pb2.PrefillCommand(submit=common_pb2.WorkRequest(ref=ref(number)))
+
+
+@asynccontextmanager
+async def linked(pressure: Pressure) -> AsyncIterator[tuple[Link[prefill_pb2.PrefillCommand], Call]]:
+    call = Call()
+    link: Link[prefill_pb2.PrefillCommand] = Link(
+        Service(call),
+        "router",
+        1,
+        1.0,
+        on_load=lambda _: None,
+        on_lost=lambda _: None,
+        on_connected=lambda _: None,
+        on_late=lambda: None,
+        pressure=pressure,
+        streams_reserve=True,
+    )
+    link.start()
+    try:
+        yield link, call
+    finally:
+        await link.close()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_what_was_queued_before_the_stream_was_attached_is_sent_then(busy: bool) -> None:
+    pressure = Pressure()
+    pressure.on = busy
+    async with linked(pressure) as (link, call):
+        await call.until(1)  # the hello
+        link.attach(("1", 1), Leg(), submit(1))
+
+        call.welcome.set()
+
+        await call.until(2)
+        assert call.written[0].HasField("hello")
+        assert call.written[1] == submit(1)
+
+
+async def test_under_pressure_what_comes_within_two_milliseconds_is_one_message() -> None:
+    pressure = Pressure()
+    pressure.on = True
+    async with linked(pressure) as (link, call):
+        call.welcome.set()
+        async with asyncio.timeout(5):
+            await link.connected.wait()
+
+        for number in range(3):
+            link.attach((str(number), 1), Leg(), submit(number))
+            await asyncio.sleep(0)  # the writer is awake from the first on
+
+        await call.until(2)
+        assert list(call.written[1].batch) == [submit(number) for number in range(3)]
+
+
+async def test_a_reservation_nobody_waits_for_any_longer_is_told_once() -> None:
+    async with linked(Pressure()) as (link, call):
+        call.welcome.set()
+        async with asyncio.timeout(5):
+            await link.connected.wait()
+        told: list[Any] = []
+        link.reserve(("1", 1), common_pb2.ReserveRequest(ref=ref(1)), told.append)
+
+        link.forget_reserve(("1", 1))
+        link.forget_reserve(("1", 1))
+
+        assert [(type(error), error.reason) for error in told] == [(WorkerLost, "reserve_timeout")]
