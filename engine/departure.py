@@ -76,8 +76,10 @@ class Departures:
     def _can(self, seq: Sequence, busy: set[int]) -> bool:
         if seq.fanout > 1 or seq.choice not in seq.request.leaving or seq.id in busy or seq.pending:
             return False
+        if len(seq.tokens) <= len(seq.request.spec.tokens):
+            return False  # nothing has been said here
         if seq.phase is Phase.RUNNING:
-            return seq.decoding and len(seq.tokens) > len(seq.request.spec.tokens)
+            return seq.decoding
         return seq.phase is Phase.WAITING and self._memory.kept_below(seq)
 
     def _idle(self, request: Request) -> bool:

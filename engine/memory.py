@@ -389,9 +389,10 @@ class Memory:
             seq.whole = seq.computed
 
     def kept_below(self, seq: Sequence) -> bool:
-        """It was swapped out, and all of it is on the host."""
+        """It was swapped out, and all but its newest token is on the host. (One that was swapped while its tokens were
+        computed, or computed again, has less there.)"""
         swapped = self.tiers.swapped(seq.id) if self.tiers is not None else None
-        return swapped is not None and swapped.saved
+        return swapped is not None and swapped.saved and swapped.computed == len(seq.tokens) - 1
 
     def moving_below(self, seq: Sequence) -> bool:
         """It was swapped out, and all of it is on the host or on its way there."""

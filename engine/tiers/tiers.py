@@ -308,6 +308,9 @@ class Tiers:
         return self._swaps.get(seq)
 
     def hand_over(self, seq: int) -> tuple[Swapped, PageHold]:
+        """A swapped request goes on elsewhere: see Swaps.hand_over."""
+        if self.disk is not None:
+            self.disk.forget(seq)
         return self._swaps.hand_over(seq)
 
     @property
@@ -427,6 +430,8 @@ class Tiers:
         self.host.check()
         self.host_slots.check()
         self.states.check(self.has)
+        if self.disk is not None:
+            self.disk.index.check()
 
     def check_empty(self) -> None:
         """Assert that only published pages and states are left. Raises AssertionError."""

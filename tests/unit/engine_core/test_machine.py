@@ -308,8 +308,7 @@ class EnginesMachine(RuleBasedStateMachine):
         assert event.token == onward.right[0][0]
         admitted = onward.admitted
         if admitted is not None and good and not onward.cancelled:
-            source = Admitted(event.key, event.pages, event.slots, event.token_count, event.hold)
-            move(self.d, self.p, source, admitted)
+            self._read(event, admitted)
             onward.first = (First(event.choice, event.token),)
             self.p.engine.start(onward.key, onward.first)
         else:
@@ -318,6 +317,10 @@ class EnginesMachine(RuleBasedStateMachine):
             admitted.hold.release()
         event.hold.release()
         departure.over = True
+
+    def _read(self, event: HandedOver, admitted: Admitted) -> None:
+        source = Admitted(event.key, event.pages, event.slots, event.token_count, event.hold)
+        move(self.d, self.p, source, admitted)
 
     @invariant()
     def pools_are_sound(self) -> None:

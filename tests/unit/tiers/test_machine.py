@@ -7,14 +7,21 @@ a wrong token.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from engine.api import Admitted, HandedOver
 from engine.sequence import Phase, Sequence
+from engine.tiers.pool import view
 from runtime import faults
 from tests.unit.engine_core import test_machine as base
 from tests.unit.tiers.lab import Manual, TierLab
+from tests.unit.tiers.test_disk import PAGE, DiskLab
 
 
 class TiersMachine(base.EnginesMachine):
@@ -22,18 +29,29 @@ class TiersMachine(base.EnginesMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lanes = (Manual(), Manual())
-        changes = {"max_batch": 4, "host_queue_pages": 6}
-        made = [
-            TierLab(pages=14, state=self.STATE, host_pages=self.HOST, lane=lane, changes=dict(changes))
-            for lane in self.lanes
-        ]
-        self.p, self.d = made
-        self.labs = made
+        self.lanes = [Manual(), Manual()]
+        self.labs = [self.lab(lane) for lane in tuple(self.lanes)]
+        self.p, self.d = self.labs
+
+    def lab(self, lane: Manual) -> TierLab:
+        changes: dict[str, object] = {"max_batch": 4, "host_queue_pages": 6}
+        return TierLab(pages=14, state=self.STATE, host_pages=self.HOST, lane=lane, changes=changes)
 
     @precondition(lambda self: any(lane.waiting for lane in self.lanes))
     @rule(
-        data=st.data(), fault=st.sampled_from(["", "", "", "tier.store=fail", "tier.load=fail", "tier.corrupt=count"])
+        data=st.data(),
+        fault=st.sampled_from(
+            [
+                "",
+                "",
+                "",
+                "tier.store=fail",
+                "tier.load=fail",
+                "tier.corrupt=count*1",
+                "disk.write=fail",
+                "disk.read=fail",
+            ]
+        ),
     )
     def copy(self, data: st.DataObject, fault: str) -> None:
         lane = data.draw(st.sampled_from([lane for lane in self.lanes if lane.waiting]))
@@ -63,13 +81,35 @@ class TiersMachine(base.EnginesMachine):
             if seq.phase is Phase.RUNNING and seq.request.decodes
         ]
 
+    def _read(self, event: HandedOver, admitted: Admitted) -> None:
+        """What was swapped out lies on the host."""
+        if event.below is None:
+            super()._read(event, admitted)
+            return
+        assert self.d.engine._host is not None
+        low = {region.component.removesuffix("@host"): view(region) for region in self.d.engine._host.regions}
+        paged = {c.name: c.paged for c in self.d.engine.model.components}
+        held = admitted.ready // 16
+        for region, mine in zip(self.p.engine.regions(), self.p.memory(), strict=True):
+            into, out_of = (
+                (admitted.pages[held:], event.pages[held:])
+                if paged[region.component]
+                else (admitted.slots, event.slots)
+            )
+            mine[list(into)] = low[region.component][list(out_of)]
+
     @invariant()
     def what_is_published_is_there(self) -> None:
         """Nothing on the host has a name whose bytes are not what they were when it got it (damage apart, which is
         found when it is read)."""
         for lab in self.labs:
-            for entry in lab.tiers.host.oldest(100):
-                assert entry.sums, "published before it was written"
+            tiers, mover = lab.tiers, lab.tiers._mover
+            entries = tiers.host.oldest(100)
+            assert mover.sums(True, [entry.page for entry in entries]) == [entry.sums for entry in entries]
+            states = [s for found in tiers.states._by_key.values() for s in found if not tiers.host_slots.refs(s.slot)]
+            assert mover.sums(False, [s.slot for s in states]) == [s.slot_sums for s in states]
+            partial = [s for s in states if s.page]
+            assert mover.sums(True, [s.page for s in partial]) == [s.page_sums for s in partial]
             for loading in lab.tiers._loads.under_way.values():
                 assert all(lab.engine.pages.refs(device) > 0 for device, _ in loading.pages)
                 assert all(lab.tiers.host.pool.refs(host) > 0 for _, host in loading.pages)
@@ -84,6 +124,40 @@ class TiersMachine(base.EnginesMachine):
         super().teardown()
 
 
+class DiskMachine(TiersMachine):
+    """A host of eight pages over a disk of sixty-four, whose lane is another one."""
+
+    HOST = 8
+
+    def lab(self, lane: Manual) -> TierLab:
+        below = Manual()
+        self.lanes.append(below)
+        self.folder = Path(tempfile.mkdtemp(prefix="pdserve-machine-"))
+        changes: dict[str, object] = {"max_batch": 4, "host_queue_pages": 6, "disk_pool_bytes": 64 * PAGE}
+        return DiskLab(
+            pages=14,
+            state=self.STATE,
+            host_pages=self.HOST,
+            lane=lane,
+            lane_of_disk=below,
+            folder=self.folder,
+            changes=changes,
+        )
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            for lab in self.labs:
+                lab.tiers.close()
+                shutil.rmtree(lab.folder)  # type: ignore[attr-defined]
+
+
+class StatefulDiskMachine(DiskMachine):
+    STATE = True
+    HOST = 14
+
+
 class SmallHostMachine(TiersMachine):
     HOST = 5
 
@@ -93,8 +167,12 @@ class StatefulTiersMachine(TiersMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestTiers.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestSmallHost = SmallHostMachine.TestCase
-TestSmallHost.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestSmallHost.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
+TestDisk = DiskMachine.TestCase
+TestDisk.settings = settings(max_examples=8, stateful_step_count=40, deadline=None)
+TestDiskWithState = StatefulDiskMachine.TestCase
+TestDiskWithState.settings = settings(max_examples=8, stateful_step_count=40, deadline=None)
 TestTiersWithState = StatefulTiersMachine.TestCase
-TestTiersWithState.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestTiersWithState.settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
