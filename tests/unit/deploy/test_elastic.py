@@ -64,6 +64,25 @@ def test_pressure_that_does_not_last_moves_nobody() -> None:
     assert lab.done == []
 
 
+def test_pressure_that_lasts_but_for_short_dips_counts() -> None:
+    lab = fleet(2, 3)
+    for _ in range(6):
+        lab.work = (2.6, 0.5)
+        lab.run(9)
+        lab.work = (0.0, 0.5)
+        lab.run(1)
+    assert lab.roles == {"decode": 2, "prefill": 3}
+
+
+def test_a_burst_beyond_all_measure_is_forgotten_as_soon_as_any_other() -> None:
+    lab = fleet(2, 3, work=(1.0, 0.5)).run(20)
+    lab.work = (500.0, 0.5)
+    lab.run(6)
+    lab.work = (0.5, 0.5)
+    lab.run(200)
+    assert lab.done == []
+
+
 @pytest.mark.parametrize("period", [20, 60, 200])
 def test_load_that_swings_between_the_pools_does_not_make_the_fleet_flap(period: int) -> None:
     lab = fleet(3, 3)
@@ -242,6 +261,16 @@ def test_who_lends_a_hand_goes_home_before_anybody_is_drained_and_whoever_was_as
     lab.run(200)
     assert {one.name: one.role for one in lab.members.values()} == {"prefill-0": "prefill", "decode-0": "decode"}
     assert Remove("prefill-2") in [action for _, action in lab.changes]
+
+
+def test_a_short_quiet_spell_calls_nobody_home() -> None:
+    lab = fleet(2, 3, work=(2.2, 0.5)).run(120)
+    assert lab.roles == {"decode": 2, "prefill": 3}
+    lab.work, lab.done = (0.5, 0.5), []
+    lab.run(int(2 * lab.rules.dwell_s))
+    lab.work = (2.2, 0.5)
+    lab.run(100)
+    assert lab.done == []
 
 
 def test_a_fleet_of_workers_that_do_both_lends_one_to_prompts_until_they_have_gone() -> None:
