@@ -15,6 +15,7 @@ prefill is the prefill pool's doing: it is known from that pool's queue, and tak
 
 from __future__ import annotations
 
+import http.client
 import urllib.request
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,8 +75,11 @@ def scrape(address: str) -> Sample:
     host, _, port = address.rpartition(":")
     if host in ("", "0.0.0.0", "[::]"):
         host = "[::1]" if host == "[::]" else "127.0.0.1"
-    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=SCRAPE_TIMEOUT_S) as reply:
-        return parsed(reply.read().decode())
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=SCRAPE_TIMEOUT_S) as reply:
+            return parsed(reply.read().decode())
+    except http.client.HTTPException as error:  # no OSError: half an answer of a router that died
+        raise ValueError("not an answer of a router") from error
 
 
 def parsed(text: str) -> Sample:
@@ -87,7 +91,7 @@ def parsed(text: str) -> Sample:
             if name is not None:
                 setattr(sample, name, one.value)
             elif one.name == "pdserve_router_workers_usable":
-                sample.usable[one.labels["role"]] = one.value
+                sample.usable[one.labels.get("role", "")] = one.value
     return sample
 
 

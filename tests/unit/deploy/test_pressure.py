@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from typing import Any
 
 import pytest
 
-from deploy.pressure import FIRST_SPEED, STALE_S, Goals, Hearing, Measured, Sample, Window, look, parsed
+from deploy.pressure import FIRST_SPEED, STALE_S, Goals, Hearing, Measured, Sample, Window, look, parsed, scrape
 from protos.v1 import common_pb2, registry_pb2
 from router.stats import Stats
 from runtime.metrics import Metrics
@@ -123,3 +125,34 @@ def test_a_router_that_starts_again_counts_from_nothing() -> None:
     window.add(1.0, sample(0))
     window.add(2.0, sample(1, 0.5))
     assert window.measured().ttft_s == 0.5
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"nonsense\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\npdserve_router_queue 1\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\npds",
+        b"HTTP/1.1 200 OK\r\n\r\n\xff",
+        b"HTTP/1.1 200 OK\r\n\r\npdserve_router_queue{\n",
+    ],
+)
+def test_half_an_answer_of_a_router_that_dies_is_one_of_the_errors_that_are_expected(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def once() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=once)
+        thread.start()
+        with pytest.raises((OSError, ValueError)):
+            scrape(f"127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+
+
+def test_a_gauge_without_its_label_is_nobodys() -> None:
+    assert parsed("pdserve_router_workers_usable 3\n").usable == {"": 3.0}
