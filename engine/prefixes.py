@@ -8,7 +8,9 @@ Who owns the pages of a prefix that comes:
     dropped       nobody
 
 What another worker is given is pinned only as far as nobody here is waiting for the room; what comes takes no room from
-anybody who was promised it. Both are asked of the engine thread between two steps; the answer is a future.
+anybody who was promised it. Both are answered at once, under the pools' lock, where that is enough: nothing can be
+evicted between finding and holding, and a step of the model may last longer than a fetch. Where records have to be
+folded, or others' pages evicted, the engine thread answers between two steps. So the answer is a future.
 """
 
 from __future__ import annotations
@@ -88,13 +90,23 @@ class Prefixes:
     def offer(self, wanted: Wanted) -> Future[Prefix | None]:
         """The longest run of pages here (and the state at its end), with a hold; None: nothing beyond
         wanted.first_token, or no page can be spared."""
+        with self._memory.pages.lock:
+            here = self._here(wanted)
+            if here.state is None or not self._has_records(here.state):
+                return _answered(self._given(wanted, here))
         return self._ask(lambda: self._offer(wanted))
 
     def stage(self, wanted: Wanted, token_count: int, key: LegKey, until: float) -> Future[Staged | None]:
         """Room for the prompt's first `token_count` tokens, for the request `key` that is not submitted yet. None:
         until then there was none without taking what others were promised."""
-        answer: Future[Staged | None] = Future()
-        asked = _Asked(wanted, token_count, key, until, answer)
+        memory, asked = self._memory, _Asked(wanted, token_count, key, until, Future())
+        answer = asked.answer
+        with memory.pages.lock:
+            shared, fresh = self._split(asked)
+            if not memory.cache.enabled or not self._fits(shared, fresh, key):
+                return _answered(None)
+            if fresh <= memory.pages.free and (memory.slots.free or not memory.has_state):
+                return _answered(self._taken(asked))
         if not self._post(lambda: self._asked.append(asked)):
             answer.set_result(None)
         return answer
@@ -132,13 +144,16 @@ class Prefixes:
     def _offer(self, wanted: Wanted) -> Prefix | None:
         with self._memory.pages.lock:
             here = self._here(wanted)
-            if here.tokens <= wanted.first_token or wanted.state != self.has_state:
-                return None
-            if not self._may_pin(here.pages, here.state.slot if here.state is not None else 0):
-                return None
-            if here.state is not None:
+            if here.state is not None and self._has_records(here.state):
                 self._settle(here.state)
-            return self._held(here)
+            return self._given(wanted, here)
+
+    def _given(self, wanted: Wanted, here: _Here) -> Prefix | None:
+        if here.tokens <= wanted.first_token or wanted.state != self.has_state:
+            return None
+        if not self._may_pin(here.pages, here.state.slot if here.state is not None else 0):
+            return None
+        return self._held(here)
 
     def _here(self, wanted: Wanted) -> _Here:
         """What of a prompt is on the device and, behind that, on the host. With a state: up to the longest one."""
@@ -165,11 +180,14 @@ class Prefixes:
         idle = sum(memory.pages.refs(page) == 0 for page in pages)
         return idle <= free.pages and not (slot and memory.slots.refs(slot) == 0 and not free.slots)
 
+    def _has_records(self, state: State) -> bool:
+        return state.whole < state.length and self._memory.settle is not None
+
     def _settle(self, state: State) -> None:
-        """A slot that holds records is folded first: it is read as it is."""
-        if state.whole < state.length and self._memory.settle is not None:
-            self._memory.settle(Copy(False, state.slot, state.slot, state.length, state.whole))
-            state.whole = state.length
+        """A slot that holds records is folded: it will be read as it is."""
+        assert self._memory.settle is not None
+        self._memory.settle(Copy(False, state.slot, state.slot, state.length, state.whole))
+        state.whole = state.length
 
     def _held(self, here: _Here) -> Prefix:
         memory, lower = self._memory, here.lower
@@ -196,13 +214,9 @@ class Prefixes:
         """Whether it is answered."""
         if asked.answer.cancelled():
             return True
-        memory, wanted, count = self._memory, asked.wanted, asked.token_count
-        if not memory.cache.enabled:
-            _give(asked.answer, None)
-            return True
+        memory = self._memory
         with memory.pages.lock:
-            shared = memory.cache.match(self._keys(wanted))[: (count - 1) // PAGE_TOKENS]
-            fresh = pages_for(count) - len(shared)
+            shared, fresh = self._split(asked)
             if not self._fits(shared, fresh, asked.key):
                 _give(asked.answer, None)
                 return True
@@ -210,11 +224,17 @@ class Prefixes:
                 slots = int(memory.has_state) - memory.slots.free
                 if not memory.tiers.make_room(fresh - memory.pages.free, shared, [], slots):
                     return False
-            staged = self._taken(asked, fresh)
+            staged = self._taken(asked)
         if not _give(asked.answer, staged) and staged is not None:
             staged.destination.hold.release()
             staged.hold.release()
         return True
+
+    def _split(self, asked: _Asked) -> tuple[list[int], int]:
+        """Pages that are here, and how many more it takes. One at least comes: it brings the state, or the end."""
+        count = asked.token_count
+        shared = self._memory.cache.match(self._keys(asked.wanted))[: (count - 1) // PAGE_TOKENS]
+        return shared, pages_for(count) - len(shared)
 
     def _fits(self, shared: list[int], fresh: int, key: LegKey) -> bool:
         """Whether there is room that is nobody's, or the request's own. A state needs a slot beside the request's: it
@@ -225,12 +245,12 @@ class Prefixes:
         slots = 1 + max(own.slots, 1) if memory.has_state else 0
         return fresh + idle <= free.pages + own.pages and slots <= free.slots + own.slots
 
-    def _taken(self, asked: _Asked, fresh: int) -> Staged | None:
-        """Copies have begun and ended meanwhile, so what is here is looked up anew."""
+    def _taken(self, asked: _Asked) -> Staged | None:
+        """Copies may have begun and ended meanwhile, so what is here is looked up anew."""
         memory, count = self._memory, asked.token_count
-        shared = memory.cache.match(self._keys(asked.wanted))[: (count - 1) // PAGE_TOKENS]
+        shared, fresh = self._split(asked)
         memory.pages.share(shared)
-        new = memory.pages.allocate(pages_for(count) - len(shared))
+        new = memory.pages.allocate(fresh)
         slots = memory.slots.allocate(1 if memory.has_state else 0)
         if new is None or slots is None:
             memory.pages.release(shared + (new or []))
@@ -274,6 +294,12 @@ class Prefixes:
         if not self._post(run):
             answer.set_result(None)
         return answer
+
+
+def _answered(value: T | None) -> Future[T | None]:
+    answer: Future[T | None] = Future()
+    answer.set_result(value)
+    return answer
 
 
 def _give(answer: Future[T | None], value: T | None) -> bool:

@@ -212,22 +212,45 @@ def test_a_dropped_staging_leaves_its_pages_to_the_read_that_may_still_land(stat
     baseline(target)
 
 
+def full_of_cache(state: bool) -> Lab:
+    """Room is to be had by evicting only, which is the engine thread's."""
+    lab = Lab(pages=16, state=state)
+    warm(lab, prompt(230))
+    return lab
+
+
 def test_who_stopped_waiting_is_given_nothing(state: bool) -> None:
-    lab = Lab(state=state)
-    warm(lab, prompt(100))
-    offer = lab.engine.prefixes.offer(wanted(prompt(100), state=state))
+    lab = full_of_cache(state)
     room = lab.engine.prefixes.stage(wanted(prompt(90, 2), state=state), 80, LegKey("r", "prefill", 1), 1e9)
-    assert offer.cancel()
     assert room.cancel()
     baseline(lab)
 
 
-def test_an_engine_that_has_ended_answers_nothing(state: bool) -> None:
-    lab = Lab(state=state)
-    waiting = lab.engine.prefixes.stage(wanted(prompt(90)), 80, LegKey("r", "prefill", 1), 1e9)
+def test_an_engine_that_has_ended_gives_no_room_and_publishes_nothing(state: bool) -> None:
+    lab = full_of_cache(state)
+    soon = lab.engine.prefixes.stage(wanted(prompt(20, 4), state=state), 16, LegKey("s", "prefill", 1), 1e9).result()
+    assert soon is not None, "at once: a page is free"
+    waiting = lab.engine.prefixes.stage(wanted(prompt(90, 2), state=state), 80, LegKey("r", "prefill", 1), 1e9)
     lab.engine.stop()
     assert waiting.result(timeout=0) is None
-    assert lab.engine.prefixes.offer(wanted(prompt(100))).result(timeout=0) is None
+    lab.engine.prefixes.publish(soon)
+    soon.destination.hold.release()
+    late = lab.engine.prefixes.stage(wanted(prompt(90, 2), state=state), 80, LegKey("r", "prefill", 1), 1e9)
+    assert late.result(timeout=0) is None
+    lab.engine.check_baseline()
+
+
+def test_what_needs_no_step_is_answered_during_one(state: bool) -> None:
+    source, target = Lab(state=state), Lab(state=state)
+    warm(source, prompt(100))
+    prefix = source.engine.prefixes.offer(wanted(prompt(100), state=state)).result(timeout=0)
+    assert prefix is not None
+    room = target.engine.prefixes.stage(wanted(prompt(100), state=state), 96, LegKey("r", "prefill", 1), 1e9)
+    given = room.result(timeout=0)
+    assert given is not None
+    copy(source, target, prefix, given)
+    target.engine.prefixes.publish(given)
+    baseline(source, target)
 
 
 def test_a_state_with_records_is_folded_before_it_is_offered() -> None:
