@@ -23,7 +23,7 @@ from router.seats import ENDED, Leg, Owner, Seats, Shared, TokenLogprob
 from router.view import Forecast
 from router.worker import Worker
 from runtime import errors
-from runtime.errors import DeadlineExceeded, KvLost, PdserveError, WorkerLost
+from runtime.errors import DeadlineExceeded, Draining, KvLost, PdserveError, WorkerLost
 
 MAX_DECODE_ATTEMPTS = 3
 
@@ -411,6 +411,8 @@ class Passage(Seats):
         if isinstance(error, KvLost) and self.prefill is not None:
             leg = self.prefill
         names = ("prefill", "decode") if self.local else (leg.name,)
+        if isinstance(error, Draining) and self.local:  # it gives up decoding, and may be the only one for prompts;
+            names = ("decode",)  # one that drains altogether refuses to be booked
         for name in names:
             self._avoid = self._avoid | {name: self._avoid.get(name, frozenset()) | {leg.worker.id}}
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from protos.v1 import common_pb2, prefill_pb2
+from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.policy import Role
 from tests.integration.router.scripted import Leg, ScriptedWorker, Site, decode_answers, site, until
 
@@ -67,3 +67,27 @@ async def test_what_runs_on_a_worker_goes_on_when_its_role_is_another_one() -> N
         go_on.set()
         status, body = await running
         assert (status, body["usage"]["completion_tokens"]) == (200, 4)
+
+
+async def test_a_request_that_waits_where_nobody_decodes_any_more_has_its_prompt_computed_there_all_the_same() -> None:
+    async def gives_up(leg: Leg) -> None:
+        await leg.asked.wait()
+        detail = common_pb2.ErrorDetail(reason="draining", message="nothing is computed here", retryable=True)
+        leg.send(failed=decode_pb2.DecodeFailed(error=detail))
+
+    both, decode = ScriptedWorker("both", "b"), ScriptedWorker("decode", "d")
+    both.decode = gives_up
+    for worker in (both, decode):
+        worker.described.features.append("handover")
+    async with site(both, decode) as made:
+        decode.advertise(draining=True)
+        await until(lambda: role(made, "d") is None)
+        running = asyncio.create_task(made.complete())
+        await both.until(lambda: bool(both.submitted))
+        assert both.submitted[0].local
+        decode.advertise(draining=False)
+        await until(lambda: role(made, "d") is Role.DECODE)
+        both.advertise(role=common_pb2.ROLE_PREFILL)
+        status, body = await running
+        assert (status, body["usage"]["completion_tokens"]) == (200, 4), body
+        assert len(both.submitted) == 2, "the only worker for prompts was asked again"
