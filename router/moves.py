@@ -21,6 +21,7 @@ from router.onward import Onward
 from router.policy import Role
 from router.seats import Shared
 from router.worker import ROLES, Worker
+from runtime.errors import PdserveError
 from runtime.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -61,6 +62,15 @@ class Move:
 
     async def run(self, targets: Callable[[frozenset[str]], str | None]) -> None:
         """targets: the next worker to ask, given those not to."""
+        try:
+            await self._run(targets)
+        except PdserveError:  # its time is over
+            self._give_up("ended")
+        except Exception as exc:  # noqa: BLE001  supervises: a bug costs this move, and is heard of
+            _log.error("move_failed", request_id=self.onward.piece.request_id, exc_info=exc)
+            self._give_up("failed")
+
+    async def _run(self, targets: Callable[[frozenset[str]], str | None]) -> None:
         if not await self._reserve(targets):
             self._give_up("refused")
             return

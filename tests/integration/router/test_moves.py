@@ -12,7 +12,8 @@ import pytest
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.moving import Need
-from runtime.errors import Draining, KvLost, Saturated
+from router.onward import Onward
+from runtime.errors import DeadlineExceeded, Draining, KvLost, Saturated
 from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, Site, config, scored, site, until
 from tests.integration.router.test_continuity import (
     History,
@@ -439,6 +440,27 @@ async def test_a_source_that_comes_too_late_is_gone_on_from_all_the_same(monkeyp
         late.set()
         assert whole(await call)
         assert len(fleet.p.submitted) == 1
+
+
+async def test_a_fault_in_a_move_costs_the_move_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    async def broken(onward: Onward, worker_id: str) -> bool:
+        tried.append(worker_id)
+        raise ZeroDivisionError if len(tried) % 2 else DeadlineExceeded("the request's deadline passed")
+
+    monkeypatch.setattr(Onward, "reserve", broken)
+    monkeypatch.setattr("router.moves.AGAIN_S", 0.0)
+    async with running() as (made, fleet):
+        call = asyncio.create_task(history(made))
+        source = await fleet.holder()
+        source.advertise(draining=True)
+        await until(lambda: moves(made, "failed") >= 1 and moves(made, "ended") >= 1)
+        assert source.handovers == []
+        fleet.go()
+        assert whole(await call)
+        await made.quiet()
+        assert not made.router.dispatcher.moves._under_way
 
 
 # --- pressure
