@@ -51,6 +51,10 @@ class Staged:
     def __init__(self, device: torch.device, pools: dict[int, torch.Tensor], rows: dict[int, torch.Tensor]) -> None:
         self._device, self._pools, self._rows = device, pools, rows
 
+    def pools(self) -> list[torch.Tensor]:
+        """The device's, [items, bytes] each."""
+        return list(self._pools.values())
+
     def move(self, part: Part, pairs: Sequence[Pair], down: bool) -> None:
         """Started when this returns, not done."""
         _, device, host = part
@@ -93,6 +97,10 @@ class CudaCarrier:
         self._locked: list[int] = []
         for region in host:
             self._lock(region)
+
+    def pools(self) -> list[torch.Tensor]:
+        """As tensors, [items, bytes] each."""
+        return self._copies.pools()
 
     def move(self, part: Part, pairs: Sequence[Pair], down: bool) -> Found | None:
         with torch.cuda.stream(self._stream):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu import engine
+from tests.gpu import engine, tiers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -20,3 +20,7 @@ def test_noise_is_that_of_the_cpu() -> None:
 
 def test_sampled_tokens_are_those_of_the_cpu() -> None:
     engine.check_sampling()
+
+
+def test_pages_go_to_the_host_and_come_back() -> None:
+    tiers.check_copies()
