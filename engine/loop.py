@@ -232,9 +232,11 @@ class Engine:
     def cancel(self, key: LegKey) -> None:
         with self._wake:
             request = self._live.pop(key, None)
-            if request is not None:
-                request.silenced = True
-                self._post(lambda: self._scheduler.cancel(key))
+            if request is None:
+                self._ledger.forget(key)
+                return
+            request.silenced = True
+            self._post(lambda: self._scheduler.cancel(key))
 
     def end_choices(self, key: LegKey, choices: Sequence[int]) -> None:
         with self._wake:

@@ -132,6 +132,13 @@ class Ledger:
             self._remove(reservation_id)
             return True
 
+    def forget(self, key: LegKey) -> None:
+        """The request will not come. Idempotent."""
+        with self._lock:
+            booking = self._by_key.get(key)
+            if booking is not None:
+                self._remove(booking.reservation_id)
+
     def promised(self, key: LegKey) -> Amount:
         """What is booked for a request that is not here yet."""
         booking = self._by_key.get(key)

@@ -76,6 +76,21 @@ def test_a_cancelled_booking_is_gone_and_cancelling_twice_is_harmless() -> None:
     lab.engine.check_baseline()
 
 
+def test_the_cancel_of_a_request_that_never_came_gives_its_booking_back() -> None:
+    """Its prompt was still on its way, or its prefix was being fetched."""
+    lab = Lab(pages=10)
+    book(lab, "a")
+    other = book(lab, "b")
+    lab.engine.cancel(key("a", "prefill"))
+    lab.engine.cancel(key("a", attempt=2))
+    assert lab.engine.load().pages_reserved == 8
+    lab.engine.cancel(key("a"))
+    lab.engine.cancel(key("a"))
+    assert lab.engine.load().pages_reserved == 4
+    assert lab.engine.cancel_reservation(other.reservation_id)
+    lab.engine.check_baseline()
+
+
 def test_a_booking_expires_also_in_an_idle_engine() -> None:
     lab = Lab(pages=10)
     booking = book(lab, "a")
