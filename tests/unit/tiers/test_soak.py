@@ -136,8 +136,7 @@ def soaked(folder: Path, state: bool, count: int, aborts: bool, fault: tuple[str
     return soak
 
 
-@pytest.mark.parametrize("state", [False, True], ids=["dense", "state"])
-@pytest.mark.parametrize("fault", [(), FAULTY], ids=["sound", "slow and damaged"])
+@pytest.mark.parametrize(("state", "fault"), [(True, ()), (False, FAULTY)], ids=["state", "dense, slow and damaged"])
 def test_under_pressure_every_answer_is_the_undisturbed_one(
     tmp_path: Path, state: bool, fault: tuple[str, ...]
 ) -> None:
