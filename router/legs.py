@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.links import Link, split_tokens
 from router.planner import Booked
+from router.trust import sound
 from router.worker import Charge, Worker
 from runtime import errors
 from runtime.errors import PdserveError, WorkerLost
@@ -159,6 +160,8 @@ class PrefillLeg(_Leg):
         self.state = State.RUNNING
 
     def on_event(self, kind: str, body: Any) -> None:
+        if kind == "done":
+            sound(body.times)
         self.owner.prefill_event(self, kind, body)
 
     def on_lost(self, error: PdserveError) -> None:
@@ -217,6 +220,8 @@ class DecodeLeg(_Leg):
             link.send(self.key, decode_pb2.DecodeCommand(cancel=cancel))
 
     def on_event(self, kind: str, body: Any) -> None:
+        if kind == "handoff" or (kind == "tokens" and body.finish):
+            sound(body.times)
         self.owner.decode_event(self, kind, body)
 
     def on_lost(self, error: PdserveError) -> None:

@@ -9,9 +9,22 @@ Nobody is shut out by this. A word is worth as much as it was of late, and the t
 
 from __future__ import annotations
 
+from protos.v1 import common_pb2
+
 RATE = 0.2
 SLACK_SHARE, SLACK_S = 1.25, 0.02
 """What lies between a worker's sums and ours without anybody being wrong: streams, loops, other clocks."""
+
+LONGEST_S = 1e6
+_SECONDS = ("queue_s", "prefill_s", "handoff_wait_s", "transfer_s", "decode_s", "checksum_s", "fetch_s")
+
+
+def sound(times: common_pb2.StageTimes) -> None:
+    """What a worker says took no time a clock could show (NaN, negative, without end) took none: one such number would
+    stay in every mean, price and prediction it is mixed into."""
+    for name in _SECONDS:
+        if not 0.0 <= getattr(times, name) <= LONGEST_S:
+            setattr(times, name, 0.0)
 
 
 class Trust:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from protos.v1 import common_pb2
 from router.cost import CostConfig, Predicted
-from router.trust import Trust, as_seen
+from router.trust import Trust, as_seen, sound
 from router.view import Placement
 from tests.unit.policy.states import hit, prefill, request
 from tests.unit.policy.test_cost import Known, busy_decode
@@ -48,3 +49,10 @@ def test_a_prefix_that_prompts_do_not_find_attracts_nobody_for_long() -> None:
         speeds.trust.learn(decision.prefill, decision.forecast.said_tokens, 0)
     assert chosen[0] == "p1"
     assert "p2" in chosen[-5:], "p1 is as good as any other"
+
+
+@pytest.mark.parametrize("said", [float("nan"), float("inf"), -float("inf"), -1.0, 1e300])
+def test_seconds_that_no_clock_shows_are_none(said: float) -> None:
+    times = common_pb2.StageTimes(prefill_s=said, transfer_s=said, decode_s=0.5, fetch_s=said, cached_tokens=3)
+    sound(times)
+    assert times == common_pb2.StageTimes(decode_s=0.5, cached_tokens=3)
