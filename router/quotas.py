@@ -2,14 +2,14 @@
 
 Prompts in flight: a router claims a share of the limit and admits within it without asking anybody. What it does not
 use it gives back, all but a little that is kept while there is plenty. A request that finds the share used up waits for
-the next claims, a fifth of a second, and is then refused as ever. The shares of all routers never exceed the limit.
+the next claims, a seventh of a second, and is then refused as ever. The shares of all routers never exceed the limit.
 
 Tokens per second: every router keeps the whole bucket and is told what the others took from it, ten times a second
 while it takes from it itself, else every second. So within such an interval all may together take more than it holds,
 by what each of them is asked for then; the next tokens pay for that.
 
-Without Redis a router goes on with its last share of either, at least an equal part of the limit: together at most
-twice the limit, and nothing is refused that one router alone would have been allowed of its part.
+Without Redis a router goes on with its last share of either, at least an equal part of the limit among the routers it
+knew: together at most twice the limit. One that never reached Redis has it all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BRISK_S = 0.02
 SHARE_TTL_S = 3.0
 """The shares of a router that died are free after this."""
 
-ROUNDS = 10
+ROUNDS = 7
 """Claims a request waits for: as long as others need to notice and to give back."""
 
 PATIENCE_S = 0.5

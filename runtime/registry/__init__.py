@@ -17,7 +17,7 @@ def open_redis(config: Config, metrics: Metrics) -> Store:
     """The Redis that config.registry names. Connects when first used. redis is imported only here."""
     from runtime.registry.redis import RedisStore
 
-    return RedisStore(config.registry, metrics)
+    return RedisStore(config.registry, metrics, config.registry_token)
 
 
 def open_store(config: Config, metrics: Metrics, clock: Clock | None = None) -> Store:

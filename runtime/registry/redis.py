@@ -9,12 +9,14 @@ Keys (one hash tag, so they sit on one node of a cluster):
     {pdserve}:count:<name>   integer
 
 Plain commands only: no scripts, no pickle. Values are read with a length limit and parsed as untrusted input; what is
-malformed is skipped and counted. Commands used (for an ACL): see COMMANDS.
+malformed is skipped and counted. With a registry token a record begins with an HMAC of its key and itself under it, and
+one without is skipped like any other garbage. Commands used (for an ACL): see COMMANDS.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -53,6 +55,8 @@ _INDEX = f"{_TAG}:workers"
 _MOVED = f"{_TAG}:moved"
 _MOVED_ENTRIES = 256
 _INCARNATION = f"{_TAG}:incarnation"
+_SEAL_BYTES = 32
+_MAX_VALUE_BYTES = MAX_RECORD_BYTES + _SEAL_BYTES
 _TIMEOUT_S = 1.0
 _CONNECTIONS = 8
 _BLOCK_MS = 500  # below the socket timeout
@@ -65,7 +69,8 @@ _log = structlog.get_logger("pdserve.registry")
 class RedisStore:
     """Implements Store on a Redis 6.2 or newer. One event loop; close() ends its connections."""
 
-    def __init__(self, url: str, metrics: Metrics) -> None:
+    def __init__(self, url: str, metrics: Metrics, token: str = "") -> None:
+        self._token = token.encode()
         pool = aioredis.BlockingConnectionPool.from_url(
             url,
             max_connections=_CONNECTIONS,
@@ -81,13 +86,13 @@ class RedisStore:
         )
 
     async def put(self, record: WorkerRecord, ttl_s: float) -> None:
-        data = checked(record).SerializeToString()
         key = _worker_key(record.worker_id)
+        data = self._sealed(key, checked(record).SerializeToString())
         async with _answers():
             for _ in range(_ATTEMPTS):
                 async with self._redis.pipeline(transaction=True) as pipe:
                     await pipe.watch(key)
-                    old = self._parse(await _value(pipe, key))
+                    old = self._parse(key, await _value(pipe, key))
                     if old is not None and old.epoch > record.epoch:
                         raise superseded()
                     pipe.multi()
@@ -105,7 +110,7 @@ class RedisStore:
             for _ in range(_ATTEMPTS):
                 async with self._redis.pipeline(transaction=True) as pipe:
                     await pipe.watch(key)
-                    old = self._parse(await _value(pipe, key))
+                    old = self._parse(key, await _value(pipe, key))
                     if old is None or old.epoch > epoch:
                         return False
                     pipe.multi()
@@ -123,7 +128,7 @@ class RedisStore:
             ids = [raw.decode("utf-8", "replace") for raw in await self._redis.zrange(_INDEX, 0, MAX_WORKERS - 1)]
             async with self._redis.pipeline(transaction=False) as pipe:
                 for worker_id in ids:
-                    pipe.getrange(_worker_key(worker_id), 0, MAX_RECORD_BYTES)
+                    pipe.getrange(_worker_key(worker_id), 0, _MAX_VALUE_BYTES)
                 values: list[bytes] = await pipe.execute() if ids else []
             records: dict[str, WorkerRecord] = {}
             unreadable: set[str] = set()
@@ -131,7 +136,7 @@ class RedisStore:
                 if not value:
                     await self._unlist(worker_id)
                     continue
-                record = self._parse(value)
+                record = self._parse(_worker_key(worker_id), value)
                 if record is not None and record.worker_id == worker_id:
                     records[worker_id] = record
                 else:
@@ -231,14 +236,27 @@ class RedisStore:
             _log.warning("registry_pool_ignored")
             return Pool()
 
-    def _parse(self, value: bytes) -> WorkerRecord | None:
+    def _sealed(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self._token, key.encode() + b"\0" + data, "sha256") + data if self._token else data
+
+    def _opened(self, key: str, value: bytes) -> bytes:
+        """Raises InvalidRequest for what nobody with our token can have written."""
+        if not self._token:
+            return value
+        data = value[_SEAL_BYTES:]
+        if not hmac.compare_digest(value, self._sealed(key, data)):
+            raise InvalidRequest("the stored record is not by a worker with our token", field="record")
+        return data
+
+    def _parse(self, key: str, value: bytes) -> WorkerRecord | None:
         """None for nothing and for garbage, which is counted."""
         if not value:
             return None
         try:
-            return parsed(value)
+            return parsed(self._opened(key, bytes(value)))
         except InvalidRequest as exc:
-            cause = "oversized" if len(value) > MAX_RECORD_BYTES else "malformed"
+            most = _MAX_VALUE_BYTES if self._token else MAX_RECORD_BYTES
+            cause = "oversized" if len(value) > most else "malformed"
             self._ignored.labels(cause).inc()
             _log.warning("registry_record_ignored", cause=cause, field=exc.field)
             return None
@@ -264,7 +282,7 @@ async def _executed(pipe: Any) -> bool:
 
 async def _value(pipe: Any, key: str) -> bytes:
     """The value, cut one byte past the largest record: a giant one is noticed, not loaded."""
-    value: bytes = await pipe.getrange(key, 0, MAX_RECORD_BYTES)
+    value: bytes = await pipe.getrange(key, 0, _MAX_VALUE_BYTES)
     return value
 
 

@@ -35,7 +35,8 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def settings(redis: RedisServer, **changes: Any) -> Config:
-    return config(registry=redis.url, cache_salt_secret="shared", **changes)
+    """A time to live that a loaded machine keeps, too."""
+    return config(**({"registry": redis.url, "cache_salt_secret": "shared", "registry_ttl_s": 10.0} | changes))
 
 
 def limited(folder: Path, limits: str) -> str:
@@ -142,7 +143,7 @@ async def test_a_new_router_knows_the_caches_at_once_and_asks_workers_only_for_w
 async def test_what_stands_in_redis_is_not_trusted(redis: RedisServer) -> None:
     workers = CachingWorker("prefill", "p0"), CachingWorker("decode", "d0")
     workers[0].snapshot = [b"k" * 32]
-    known = settings(redis, policy="predicted", api_keys_file="", registry_ttl_s=1.0)
+    known = settings(redis, policy="predicted")
     async with doors(1, known, *workers) as made, Redis.from_url(redis.url) as raw:
         await written(made.routers[0], "p0")
         stop = asyncio.Event()
@@ -151,7 +152,9 @@ async def test_what_stands_in_redis_is_not_trusted(redis: RedisServer) -> None:
             for name in await raw.keys():
                 if await raw.type(name) == b"string":
                     await raw.set(name, poison)
-            await asyncio.sleep(0.1)
+            for worker in workers:
+                assert worker.agent is not None
+                worker.agent.update(worker.record())  # renewed, as it is three times in its time to live
             new = await made.open(known)
             await until(lambda new=new: new.planner.index.synced("p0"))  # type: ignore[misc]
             assert new.planner.index.export("p0").events[0].keys == [b"k" * 32]  # type: ignore[union-attr]
@@ -235,9 +238,8 @@ async def test_a_redis_that_comes_and_goes_costs_no_request_at_any_router(redis:
 
 @pytest.mark.slow
 async def test_a_redis_that_stands_still_for_five_seconds_costs_no_request(redis: RedisServer, tmp_path: Path) -> None:
-    shared = settings(
-        redis, policy="predicted", api_keys_file=limited(tmp_path, "max_inflight: 100"), registry_token="t"
-    )
+    keys = limited(tmp_path, "max_inflight: 100")
+    shared = settings(redis, policy="predicted", api_keys_file=keys, registry_token="t", registry_ttl_s=3.0)
     async with doors(2, shared, CachingWorker("prefill", "p0"), CachingWorker("decode", "d0")) as made:
         stop = asyncio.Event()
         load = asyncio.create_task(made.under_load(stop))

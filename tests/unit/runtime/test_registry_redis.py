@@ -111,6 +111,28 @@ async def test_a_log_that_is_no_text_is_an_outage(store: RedisStore, raw: Redis)
             await call
 
 
+async def test_with_a_token_only_records_made_with_it_count(
+    store: RedisStore, raw: Redis, redis_url: str, metrics: Metrics
+) -> None:
+    guarded, other = RedisStore(redis_url, metrics, "token"), RedisStore(redis_url, metrics, "tokem")
+    await guarded.put(GOOD, 10)
+    await store.put(WorkerRecord(worker_id="stray", epoch=1, address="a:1"), 10)
+    await other.put(WorkerRecord(worker_id="other", epoch=1, address="a:1"), 10)
+    moved = await raw.get("{pdserve}:worker:good")
+    assert moved is not None
+    await raw.set("{pdserve}:worker:moved", moved)
+    await raw.zadd("{pdserve}:workers", {"moved": 0})
+    found = await guarded.snapshot()
+    assert set(found.records) == {"good"}
+    assert found.unreadable == {"stray", "other", "moved"}
+    assert "good" not in (await store.snapshot()).records
+    await guarded.put(WorkerRecord(worker_id="stray", epoch=1, address="a:1"), 10)
+    assert await guarded.remove("good", 1)
+    assert set((await guarded.snapshot()).records) == {"stray"}
+    await guarded.close()
+    await other.close()
+
+
 async def test_an_incarnation_that_is_no_text_is_just_another_one(store: RedisStore, raw: Redis) -> None:
     await store.put(GOOD, 10)
     before = (await store.snapshot()).incarnation
