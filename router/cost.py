@@ -157,7 +157,9 @@ class Predicted:
             saved = load_s + prefill_s - left
             worth = saved * (1.0 + price) * self._speeds.fetch_trust(fetch.source, worker.worker_id)
             if fetch.seconds < self._config.fetch_share * worth:
-                fetch = replace(fetch, budget_s=queue_s + saved)
+                there = min(hit.resume, cached)  # what is only on its way may come no sooner than this
+                whole_s = self._speeds.prefill_s(worker.worker_id, request.tokens - there, there, step_s)
+                fetch = replace(fetch, budget_s=queue_s + load_s + whole_s - left)
                 load_s, prefill_s, cached = 0.0, left, fetch.tokens
             else:
                 fetch = None

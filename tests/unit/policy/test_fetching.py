@@ -52,6 +52,14 @@ def test_an_idle_worker_fetches_what_a_busy_one_has() -> None:
     assert found.forecast.ttft_s == pytest.approx(found.fetch.seconds + 0.01 + 0.1)
 
 
+def test_what_is_only_on_its_way_does_not_shorten_the_budget() -> None:
+    """Another prompt brings 8000 tokens there soon, as is believed; should that come to nothing, 9000 are computed."""
+    question = request(10_000, {1: hit(9000)}, expected_hits={2: hit(8000)})
+    found = choose(question, fetching(queued(prefill(1), 2.0)), fetching(prefill(2)), busy_decode(3), deflect=False)
+    assert found.fetch is not None
+    assert found.fetch.budget_s == pytest.approx(0.9)
+
+
 def test_the_end_of_a_turn_comes_back_from_the_decode_worker() -> None:
     """Both prefill workers are cold; what the conversation has so far lies on D, which is busy with others."""
     found = choose(
