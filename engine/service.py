@@ -284,10 +284,15 @@ class Service(ABC, Generic[C, M, E, L]):
         for event in events:
             leg = self._legs.get(event.key)
             if leg is None or leg.ended:
-                if isinstance(event, Admitted | HandedOver):  # cancelled while the event was on its way
-                    event.hold.release()
+                _let_go(event)  # cancelled while the event was on its way
                 continue
-            self._event(leg, event, batch)
+            try:
+                self._event(leg, event, batch)
+            except Exception as error:  # noqa: BLE001  supervises: one request's fault must not cost the others' events
+                self._log.error("event_failed", request_id=leg.key.request_id, exc_info=error)
+                _let_go(event)
+                self._worker.engine.cancel(leg.key)
+                self._fail(leg, PdserveError("internal error"), batch)
         batch.flush()
 
     # --- legs --------------------------------------------------------------------------------------------------
@@ -312,6 +317,12 @@ class Service(ABC, Generic[C, M, E, L]):
         self._unfetch(leg)
         leg.move(None)
         self._legs.pop(leg.key, None)
+
+
+def _let_go(event: Event) -> None:
+    """An event nobody takes must not take its hold along."""
+    if isinstance(event, Admitted | HandedOver):
+        event.hold.release()
 
 
 def unknown(kind: str) -> InvalidRequest:

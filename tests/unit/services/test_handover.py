@@ -213,6 +213,24 @@ async def test_a_choice_whose_end_the_router_has_seen_leaves_nothing(s: Setup) -
     await stream.drop()
 
 
+async def test_what_cannot_be_promised_ends_its_own_request_and_no_other(s: Setup) -> None:
+    stream = await decoding(s)
+    submit(stream, work("r2", tokens=range(20)), local=True)
+    await stream.settle()
+    other = LegKey("r2", "decode", 1)
+    hold = Hold()
+    s.engine.emit(
+        HandedOver(KEY, 0, 99, 67, (5, 6), (3,), hold, last=True),  # two pages cannot hold so much: a fault of ours
+        Tokens(other, 0, 0, (70,), (None,), 0, last=False),
+    )
+    said = [await stream.next(), await stream.next()]
+    assert [(event.ref.request_id, event.WhichOneof("event")) for event in said] == [("r1", "failed"), ("r2", "tokens")]
+    assert (said[0].failed.error.reason, hold.released) == ("internal", 1)
+    assert s.engine.cancelled == [KEY, KEY]
+    assert s.service.busy() == 1
+    await stream.drop()
+
+
 async def test_what_left_when_its_leg_is_gone_is_let_go(s: Setup) -> None:
     stream = await decoding(s)
     stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1)))
