@@ -40,6 +40,10 @@ FLOOR = 0.01
 """No term becomes less than this share of its prior: a cost is never zero, let alone negative."""
 
 
+MOST_KNOWN = 20_000
+"""Machines and paths between them: of more, those that were met first are forgotten. Workers come with new names."""
+
+
 class Regression:
     """Recursive least squares with forgetting over positive physical features.
 
@@ -112,6 +116,8 @@ class Factors:
         if observed <= 0 or expected <= 0:
             return 1.0
         if key not in self._logs:
+            if len(self._logs) >= MOST_KNOWN:
+                self._forget(next(iter(self._logs)))
             self._logs[key] = self._sum / len(self._logs) if self._logs else 0.0
             self._counts[key] = 0
             self._drifts[key] = 0.0
@@ -125,6 +131,10 @@ class Factors:
         self._logs[key] += step
         self._sum += step
         return math.exp(step / len(self._logs))
+
+    def _forget(self, key: Hashable) -> None:
+        self._sum -= self._logs.pop(key)
+        del self._counts[key], self._drifts[key]
 
     def _changed(self, key: Hashable, residual: float) -> bool:
         """Whether the last few reports were all far off to the same side: the machine is another one than it was, and

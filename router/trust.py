@@ -15,6 +15,9 @@ RATE = 0.2
 SLACK_SHARE, SLACK_S = 1.25, 0.02
 """What lies between a worker's sums and ours without anybody being wrong: streams, loops, other clocks."""
 
+MOST_KNOWN = 20_000
+"""Workers, or paths between them: of more, those that were met first are forgotten."""
+
 LONGEST_S = 1e6
 _SECONDS = ("queue_s", "prefill_s", "handoff_wait_s", "transfer_s", "decode_s", "checksum_s", "fetch_s")
 
@@ -40,6 +43,8 @@ class Trust:
         """A prompt was sent there because of `said` cached tokens, and found so many."""
         if said > 0:
             share = self.of(worker)
+            if worker not in self._shares and len(self._shares) >= MOST_KNOWN:
+                self.forget(next(iter(self._shares)))
             self._shares[worker] = share + RATE * (min(found / said, 1.0) - share)
 
     def forget(self, worker: str) -> None:

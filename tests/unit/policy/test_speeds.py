@@ -6,6 +6,7 @@ from statistics import median
 import pytest
 
 from router.speeds import Accuracy, Factors, OutputLength, Regression, Speeds
+from router.trust import Trust
 
 
 def truth(uncached: int, cached: int) -> float:
@@ -186,3 +187,16 @@ def test_accuracy_says_how_far_predictions_are_off() -> None:
         accuracy.learn(1.2, 1.0)
     assert accuracy.mean == pytest.approx(0.2)
     assert accuracy.median == pytest.approx(0.2, abs=0.02)
+
+
+def test_workers_that_come_and_go_under_new_names_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.speeds.MOST_KNOWN", 50)
+    monkeypatch.setattr("router.trust.MOST_KNOWN", 50)
+    factors, trust = Factors(), Trust()
+    for number in range(500):
+        factors.learn(number, 2.0, 1.0)
+        trust.learn(f"worker {number}", 100, 50)
+    assert (len(factors._logs), len(factors._counts), len(factors._drifts), len(trust._shares)) == (50, 50, 50, 50)
+    assert factors._sum == pytest.approx(sum(factors._logs.values()))
+    assert factors.of(499) == pytest.approx(1.0, rel=0.2), "they are all alike"
+    assert trust.of("worker 499") < 1.0
