@@ -181,7 +181,7 @@ class Config(BaseSettings):
     )
     registry_token: str = Field(
         "",
-        description="what workers show the registry; needed with API keys or TLS (`up` makes one up; in Redis it signs)",
+        description="what workers show the registry; needed with API keys or TLS (`up` makes one up; Redis: signs)",
     )
     registry_ttl_s: float = Field(3.0, gt=0, description="a worker not heard of for so long is gone")
     drain_timeout_s: float = Field(30.0, gt=0, description="a process told to end finishes what runs, so long at most")
