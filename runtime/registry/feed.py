@@ -112,7 +112,10 @@ class Feed:
 
     async def _run(self) -> None:
         while not self._stopping:
-            await self.turn()
+            try:
+                await self.turn()
+            except Exception as exc:  # noqa: BLE001  supervises: a fault over one worker hides no other from the router
+                _log.error("turn_failed", exc_info=exc)
             pause = self._ttl_s / _TURNS_PER_TTL
             if not self.available:
                 await asyncio.sleep(min(pause, 0.5))

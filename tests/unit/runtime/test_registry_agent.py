@@ -276,3 +276,21 @@ async def test_a_worker_whose_record_somebody_spoiled_stays_one_ttl() -> None:
     clock.advance(TTL_S)
     await seen.feed.turn()
     assert seen.log == ["added w/1", "removed w/1"]
+
+
+async def test_a_fault_over_one_worker_hides_no_other() -> None:
+    store, seen = MemoryStore(SystemClock()), list[str]()
+
+    def added(new: WorkerRecord) -> None:
+        if new.worker_id == "odd":
+            raise ZeroDivisionError
+        seen.append(new.worker_id)
+
+    feed = Feed(store, TTL_S, SystemClock(), added=added, changed=lambda old, new: None, removed=lambda old: None)
+    await store.put(WorkerRecord(worker_id="odd", epoch=1, address="127.0.0.1:9"), 60.0)
+    feed.start()
+    await store.put(record(), 60.0)
+    await until(lambda: seen == ["w"])
+    await store.put(WorkerRecord(worker_id="late", epoch=1, address="127.0.0.1:9"), 60.0)
+    await until(lambda: seen == ["w", "late"])
+    await feed.stop()
