@@ -38,7 +38,8 @@ _log = structlog.get_logger("pdserve.controller")
 
 
 class Controller:
-    """router: its gRPC address. metrics: host:port of its /metrics, "" = only workers' own reports are used.
+    """router: its gRPC address. metrics: host:port of its /metrics (of several routers: commas between
+    them), "" = only workers' own reports are used.
     actors: None = nobody can be asked for more or fewer."""
 
     def __init__(

@@ -129,7 +129,7 @@ class Launcher:
                 model=self._config.model,
                 detached=self._config.detach,
                 registry_token=self._config.registry_token,
-                metrics=self._admins[0] or self._http,
+                metrics=",".join(filter(None, self._admins)) or self._http,
             )
         )
 

@@ -70,8 +70,22 @@ class Sample:
     usable: dict[str, float] = field(default_factory=dict)  # workers that can be chosen, by role
 
 
-def scrape(address: str) -> Sample:
-    """Read the router's /metrics at host:port. Raises OSError, ValueError."""
+def scrape(addresses: str) -> Sample:
+    """Read every router's /metrics, at host:port with commas between them. Raises OSError, ValueError."""
+    return together([_scrape(address) for address in addresses.split(",")])
+
+
+def together(samples: Sequence[Sample]) -> Sample:
+    """Of several routers: what they count adds up, and a worker is there when all of them see it."""
+    whole = Sample(usable=dict(samples[0].usable))
+    for one in samples:
+        for name in _SAMPLES.values():
+            setattr(whole, name, getattr(whole, name) + getattr(one, name))
+        whole.usable = {role: min(count, one.usable.get(role, 0)) for role, count in whole.usable.items()}
+    return whole
+
+
+def _scrape(address: str) -> Sample:
     host, _, port = address.rpartition(":")
     if host in ("", "0.0.0.0", "[::]"):
         host = "[::1]" if host == "[::]" else "127.0.0.1"

@@ -42,7 +42,7 @@ class RestartFailed(Exception):
 
 class Restart:
     """replace(worker): start another process in its place; called on a thread, raises RayFailed. metrics: host:port of
-    the router's /metrics, "" = it cannot be asked. say(worker, what it is doing)."""
+    the router's /metrics (several: commas between them), "" = it cannot be asked. say(worker, what it is doing)."""
 
     def __init__(self, fleet: Fleet, replace: Callable[[str], object], metrics: str, drain_s: float, say: Say) -> None:
         self._fleet = fleet

@@ -35,7 +35,7 @@ class ClusterRecord:
     model: str
     detached: bool
     registry_token: str = ""
-    metrics: str = ""  # of the router
+    metrics: str = ""  # of the routers, with commas between them
 
     @property
     def running(self) -> bool:

@@ -74,7 +74,7 @@ def down(config: Config) -> None:
 @click.option("--worker", "only", multiple=True, help="restart this one alone; may be given again  [all]")
 @click.option("--force", is_flag=True, help="also a worker that nobody can stand in for")
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
-@click.option("--metrics", default="", help="host:port of that router's /metrics  [as of the cluster]")
+@click.option("--metrics", default="", help="host:port of that router's /metrics, or several  [as of the cluster]")
 def restart(config: Config, rolling: bool, only: tuple[str, ...], force: bool, router: str, metrics: str) -> None:
     """Restart the workers' processes: drain one, replace it, wait until it serves, then the next."""
     from deploy.restart import RestartFailed
@@ -131,7 +131,7 @@ def worker(config: Config) -> None:
 @main.command()
 @configured
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
-@click.option("--metrics", default="", help="host:port of that router's /metrics  [as of the cluster]")
+@click.option("--metrics", default="", help="host:port of that router's /metrics, or several  [as of the cluster]")
 def controller(config: Config, router: str, metrics: str) -> None:
     """Run the elastic controller alone (in the foreground): roles follow the load. `up --elastic` runs one."""
     from deploy.controller import main as run

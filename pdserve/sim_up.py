@@ -86,7 +86,7 @@ class SimCluster:
         command = [name.partition("-")[0] if name.startswith(("router", "controller")) else "worker"]
         if name == "controller":
             command += ["--router", self.config.grpc_listen]
-            command += ["--metrics", self.config.admin_listen or self.config.http_listen]
+            command += ["--metrics", ",".join(filter(None, self._admins)) or self.config.http_listen]
         self._running[name] = processes.spawn(
             [sys.executable, "-m", "pdserve", *command],
             env=child_env(os.environ, settings) | {"OMP_NUM_THREADS": "1"},

@@ -72,7 +72,8 @@ def test_a_router_that_never_served_ends_the_start(tmp_path: Path) -> None:
 def test_the_controller_runs_where_it_is_wanted_and_is_started_again_after_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = Scripted(tmp_path / "s")
+    launcher = Scripted(tmp_path / "s", 0)
+    launcher._routers[0].wait()
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> None:

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from deploy.pressure import FIRST_SPEED, STALE_S, Goals, Hearing, Measured, Sample, Window, look, parsed, scrape
+from deploy.pressure import (
+    FIRST_SPEED,
+    STALE_S,
+    Goals,
+    Hearing,
+    Measured,
+    Sample,
+    Window,
+    look,
+    parsed,
+    scrape,
+    together,
+)
 from protos.v1 import common_pb2, registry_pb2
 from router.stats import Stats
 from runtime.metrics import Metrics
@@ -103,6 +115,15 @@ def test_the_routers_own_metrics_are_understood() -> None:
     metrics.gauge("pdserve_router_workers_usable", "", ["role"]).labels("both").set(2)
     sample = parsed(metrics.render().decode())
     assert sample == Sample(3, 0.5, 1, 0.1, 0.25, 0.02, 1, 700, 300, {"both": 2})
+
+
+def test_of_several_routers_the_counts_add_up_and_a_worker_is_there_when_all_see_it() -> None:
+    one = Sample(3, 0.5, 1, 0.1, 0.25, 0.02, 1, 700, 300, {"both": 2, "prefill": 1})
+    two = Sample(1, 1.5, 2, 0.2, 0.25, 0.02, 2, 100, 0, {"both": 1, "prefill": 2})
+    whole = together([one, two])
+    assert (whole.line, whole.ttft_s, whole.requests, whole.computed) == (4, 2.0, 3, 800)
+    assert whole.usable == {"both": 1, "prefill": 1}
+    assert together([one]) == one
 
 
 def sample(requests: float, ttft_s: float = 0.0, queue_s: float = 0.0, **fields: Any) -> Sample:
