@@ -22,6 +22,9 @@ from router.keys import Keys
 _TOUCHED = 1
 """Bit 0 of an entry: looked up since eviction last passed it. Worker bits begin at bit 1."""
 
+MAX_SEQUENCE = 1 << 62
+"""Numbers are counted on from, and must stay such as a message can hold."""
+
 
 class Kind(Enum):
     STORED = 1
@@ -152,8 +155,8 @@ class PrefixIndex:
     def apply(self, worker_id: str, batch: Batch) -> bool:
         """False: something is missing between what is known and this batch; it was not taken, ask for a snapshot."""
         source = self._source(worker_id)
-        if batch.epoch < source.epoch:
-            return True  # of a life that is over
+        if batch.epoch < source.epoch or batch.first_sequence > MAX_SEQUENCE:
+            return True  # of a life that is over, or no number a worker can have counted to
         if batch.epoch > source.epoch:
             self._clear(source)
             source.epoch, source.sequence, source.synced, source.in_snapshot = batch.epoch, 0, True, False

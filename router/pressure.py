@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import structlog
+
 from protos.v1 import common_pb2, decode_pb2
 from router.progress import GOES_ON
 
@@ -23,6 +25,8 @@ EASY_BELOW = 0.55
 EASY_SAMPLES = 20
 LATE_S = 0.03
 """A timer this late says the same: others have the processor."""
+
+_log = structlog.get_logger("pdserve.router.pressure")
 
 
 class Pressure:
@@ -47,7 +51,10 @@ class Pressure:
         self._beat = None
         held, self._held = self._held, {}
         for flush in held:
-            flush()
+            try:
+                flush()
+            except Exception as exc:  # noqa: BLE001  supervises: one request's fault holds back no other's tokens
+                _log.error("flush_failed", exc_info=exc)
 
     async def run(self) -> None:
         """Sample for ever: the share of the time in which this thread worked or would have, had it got a processor."""

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
+
 from router.tenants import Tenant
 from runtime.clock import Clock
 from runtime.errors import RegistryUnavailable
@@ -49,6 +51,7 @@ SPARE = 16
 
 COUNTER_TTL_S = 3600.0
 _POOL = "tenants"
+_log = structlog.get_logger("pdserve.router.quotas")
 
 
 class Buckets(Protocol):
@@ -290,7 +293,10 @@ class Quotas:
         while not self._stopping:
             self._wake.clear()
             if self._due():
-                await self.settle()
+                try:
+                    await self.settle()
+                except Exception as exc:  # noqa: BLE001  supervises: limits go on being settled
+                    _log.error("settle_failed", exc_info=exc)
             await asyncio.sleep(BRISK_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause() - BRISK_S):

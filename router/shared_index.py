@@ -275,6 +275,9 @@ class SharedIndex:
                 self._forget_all()
                 self._claimed_at = float("-inf")
                 self.writing = False
+            except Exception as exc:  # noqa: BLE001  supervises: a fault over one log ends no other
+                _log.error("index_flush_failed", exc_info=exc)
+                self._forget_all()
             await asyncio.sleep(FLUSH_S)
 
 

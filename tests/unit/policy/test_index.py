@@ -155,6 +155,20 @@ def test_a_gap_in_the_sequence_asks_for_a_snapshot_and_is_healed_by_it() -> None
     assert hits(index, tokens, "a") == [512]
 
 
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_number_no_worker_can_have_counted_to_is_not_counted_on_from(snapshot: bool) -> None:
+    """Whoever asks for what comes after it, or writes it down, has a message that holds 64 bits."""
+    index = PrefixIndex()
+    keys = keys_of(prompt(64))
+    index.apply("a", stored(1, keys[:1]))
+    for number in (2**64 - 1, 2**63):
+        event = CacheEvent(Kind.STORED, keys)
+        assert index.apply("a", Batch(1, number, [event], snapshot=snapshot, snapshot_end=snapshot))
+    assert index.position("a") == (1, 1)
+    assert index.apply("a", stored(2, keys[1:]))
+    assert index.position("a") == (1, 2)
+
+
 def test_what_was_heard_already_is_not_taken_twice() -> None:
     index, tokens = PrefixIndex(), prompt(64)
     keys = keys_of(tokens)

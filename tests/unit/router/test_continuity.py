@@ -150,6 +150,21 @@ def test_pressure_comes_at_once_and_goes_after_a_while_of_ease() -> None:
     assert after(0.1, late_s=0.05)
 
 
+async def test_a_flush_that_fails_holds_back_no_others() -> None:
+    pressure = Pressure()
+    gone = asyncio.Event()
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    pressure.hold(fails)
+    pressure.hold(gone.set)
+    await asyncio.wait_for(gone.wait(), 1)
+    gone.clear()
+    pressure.hold(gone.set)
+    await asyncio.wait_for(gone.wait(), 1)
+
+
 async def test_what_is_held_goes_out_once_at_the_beat_and_not_when_dropped() -> None:
     pressure = Pressure()
     calls: list[str] = []

@@ -15,6 +15,8 @@ from protos.v1 import worker_pb2
 from router.cache_wire import KEYS_PER_BATCH, batch_of, snapshot_of
 from router.index import Batch, CacheEvent, Export, Kind, PrefixIndex
 from router.index_log import Frames, Unreadable
+from router.line import Line
+from router.quotas import Quotas
 from router.shared_index import GROWTH_BYTES, KEEP_S, WRITER_TTL_S, SharedIndex
 from runtime.clock import FakeClock
 from runtime.errors import RegistryUnavailable
@@ -385,3 +387,28 @@ def test_a_reader_at_any_time_knows_what_the_writer_had_heard_at_the_last_flush(
             two.index.check()
 
     asyncio.run(play())
+
+
+async def test_a_fault_of_one_turn_ends_neither_the_writer_nor_the_settling_of_limits(
+    store: Flaky, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.shared_index.FLUSH_S", 0.001)
+    monkeypatch.setattr("router.quotas.IDLE_S", 0.021)
+    turns, later = 0, asyncio.Event()
+
+    async def faulty() -> None:
+        nonlocal turns
+        turns += 1
+        if turns > 2:
+            later.set()
+        raise ZeroDivisionError
+
+    one = Side(store, clock)
+    quotas = Quotas(store, "one", [], Line(1, clock), clock, Metrics())
+    for part, method in ((one.shared, "flush"), (quotas, "settle")):
+        turns = 0
+        later.clear()
+        monkeypatch.setattr(part, method, faulty)
+        part.start()
+        await asyncio.wait_for(later.wait(), 5)
+        await part.close()
