@@ -442,6 +442,53 @@ async def test_a_source_that_comes_too_late_is_gone_on_from_all_the_same(monkeyp
         assert len(fleet.p.submitted) == 1
 
 
+async def test_a_stream_that_breaks_in_the_move_brings_the_answer_when_it_is_back() -> None:
+    async with running() as (made, fleet):
+        call = asyncio.create_task(history(made))
+        source = await fleet.holder()
+        fleet.script(fleet.others(source)[0]).go.set()
+
+        async def over_a_break(leg: Leg) -> None:
+            hellos = len(source.hellos)
+            source.break_streams()
+            give_away(leg, 0, 10)  # nobody hears it
+            await until(lambda: any(hello.resume for hello in source.hellos[hellos:]))
+            give_away(leg, 0, 10)
+
+        fleet.script(source).answer = over_a_break
+        source.advertise(draining=True)
+        assert whole(await call)
+        await until(lambda: moves(made, "moved") == 1)
+        assert len(fleet.p.submitted) == 1
+
+
+async def test_a_choice_that_leaves_before_its_first_token_is_told_waits_for_it() -> None:
+    """The prompt's worker and the one that decodes speak over two streams."""
+    told = asyncio.Event()
+
+    async def slow_to_tell(leg: Leg) -> None:
+        leg.ticket_issued()
+        await told.wait()
+        await honest_prefill(leg)
+
+    async with running(stop_at=1) as (made, fleet):
+        fleet.p.prefill = slow_to_tell
+        call = asyncio.create_task(history(made))
+        source = await fleet.holder()
+        (target,) = fleet.others(source)
+        fleet.script(target).go.set()
+        source.advertise(draining=True)
+        await source.until(lambda: len(source.handovers) == 1)
+        await until(lambda: not source.legs)
+        assert target.submitted == [], "the router does not know yet what it goes on from"
+
+        told.set()
+
+        assert whole(await call)
+        assert list(target.submitted[0].work.tokens) == [*b"hello"]
+        await until(lambda: moves(made, "moved") == 1)
+
+
 async def test_a_fault_in_a_move_costs_the_move_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
