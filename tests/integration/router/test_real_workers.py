@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from router.app import Router
+from runtime.config import Config
 from tests.integration.pd.conftest import ORACLE
 from tests.integration.pd.workers import WorkerProcess, baseline
 from tests.integration.router.scripted import config, until
@@ -38,11 +39,13 @@ class Real:
 
 
 @asynccontextmanager
-async def real(*roles: str, step_s: float = 0.0, lease_s: float = 60.0, faults: str = "") -> AsyncIterator[Real]:
+async def real(
+    *roles: str, step_s: float = 0.0, lease_s: float = 60.0, faults: str = "", settings: Config | None = None
+) -> AsyncIterator[Real]:
     """Workers of these roles behind one router. The lease is long: what frees pages here is never the lease. faults:
     further ones of all of them."""
     async with AsyncExitStack() as stack:
-        router = await Router.start(config())
+        router = await Router.start(settings or config())
         stack.push_async_callback(router.close)
         flags = {**ORACLE, "registry": router.grpc, "lease_s": lease_s}
         armed = [f"engine.step=delay:{step_s}"] * bool(step_s) + [faults] * bool(faults)
