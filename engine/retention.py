@@ -23,6 +23,10 @@ EXPIRED = -(1 << 16)
 
 SPARE_ENDS = 64
 
+MOST_TOGETHER = 4096
+"""Entries of a session that are recent with it, the newest ones: a client that gives all its requests one name would
+have the whole pool gone through at each of them, between two steps."""
+
 Ranked = Callable[[bytes, int], None]
 UsedAgain = Callable[[Sequence[bytes]], None]
 
@@ -77,7 +81,7 @@ class Retained:
 
     def used(self, session: bytes) -> None:
         """Whose session this is has come back, or has gone: all of it is recent now."""
-        keys = list(self._sessions.get(session, ()))[::-1] if session else []
+        keys = list(itertools.islice(reversed(self._sessions.get(session, {})), MOST_TOGETHER)) if session else []
         if keys:
             for _, again in self._tiers:
                 again(keys)

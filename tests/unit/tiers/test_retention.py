@@ -202,3 +202,16 @@ def test_ends_a_day_ahead_are_not_remembered_of_what_is_gone() -> None:
 
     retained.tick(86_401.0)
     assert {retained.rank(key) for key in stays} == {EXPIRED}
+
+
+def test_a_name_that_everything_has_costs_a_request_no_walk_through_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.retention.MOST_TOGETHER", 5)
+    retained, told = Retained(), list[bytes]()
+    retained.serve(lambda key, rank: None, told.extend)
+    keys = [bytes([number]) for number in range(100)]
+    hint = Retention(session=b"everything")
+    retained.touch(keys, hint, 0, retained.until(hint))
+    retained.used(hint.session)
+    assert told == keys[:-6:-1], "the newest, the deepest first"
+    retained.used(b"another")
+    assert len(told) == 5
