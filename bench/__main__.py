@@ -21,6 +21,7 @@ SHORT: dict[str, list[str]] = {
     "transfer": ["--rounds", "5"],
     "handoff": ["--rounds", "4", "--idle-seconds", "2"],
     "router": ["--seconds", "1"],
+    "turns": ["--talks", "5", "--turns", "2", "--policies", "2"],
     "study": ["--seeds", "1", "--requests", "300", "--loads", "0.8"],
 }
 

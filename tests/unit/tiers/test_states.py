@@ -10,6 +10,8 @@ from engine.tiers.index import TierIndex
 from engine.tiers.policy import Order
 from engine.tiers.states import HostState, HostStates
 from kvtransfer.hashing import page_keys, root
+from pdserve._worker_admin import WorkerAdmin
+from protos.v1 import worker_pb2
 from runtime import faults
 from tests.unit.engine_core.lab import ROOT, prompt, request, undisturbed
 from tests.unit.tiers.lab import Lazy, Manual, TierLab
@@ -339,3 +341,17 @@ def test_reports_count_states() -> None:
     assert report.hit_states == 1
     assert report.states_published == len(made.tiers.states) > 0
     assert report.states_total == made.tiers.host_slots.total
+
+
+def test_a_router_that_takes_a_snapshot_hears_of_states_on_the_host() -> None:
+    made = lab()
+    pushed_out(made)
+    admin = WorkerAdmin(None, None, 1)  # type: ignore[arg-type]
+    events = [event for batch in admin._snapshot(made.engine.cache.snapshot()) for event in batch.events]
+    ready = {
+        (event.tier, event.state_length, event.page_keys[0])
+        for event in events
+        if event.kind == worker_pb2.CacheEvent.KIND_CHECKPOINT_READY
+    }
+    assert ("host", 112, page_keys(ROOT, FIRST)[6]) in ready
+    assert {tier for tier, _, _ in ready} == {"host", "device"}
