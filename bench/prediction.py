@@ -114,9 +114,9 @@ class Workers:
                 process.terminate()
         await asyncio.gather(*(process.wait() for process in self._processes))
 
-    def check(self) -> None:
-        ended = [process.returncode for process in self._processes if process.returncode is not None]
-        assert not ended, f"workers have ended with {ended}"
+    def ended(self) -> list[int]:
+        """Exit statuses of those that should run. Nobody starts them again here."""
+        return [process.returncode for process in self._processes if process.returncode is not None]
 
 
 @dataclass(slots=True)
@@ -136,6 +136,7 @@ class Fleet:
 
     policy: str
     router: Router
+    workers: Workers
     seen: list[Seen] = field(default_factory=list)
     recorded: Recorded = field(default_factory=Recorded)
     learned: int = 0  # pairs of the warm-up
@@ -151,10 +152,10 @@ async def fleet(policy: str) -> AsyncIterator[Fleet]:
         async with Workers(Config.load(shared), grpc) as workers, asyncio.timeout(None) as limit:
             limit.reschedule(asyncio.get_running_loop().time() + START_S)
             while sum(worker.usable for worker in router.fleet.workers()) < 4:
-                workers.check()
+                assert not workers.ended(), "a worker has ended before it was ready"
                 await asyncio.sleep(0.1)
             limit.reschedule(None)
-            made = Fleet(policy, router)
+            made = Fleet(policy, router, workers)
             router.planner.speeds.ttft_error = made.recorded
             yield made
     finally:
@@ -215,6 +216,7 @@ def figures(one: Fleet, warm: int) -> dict[str, Any]:
     return {
         "requests": len(served),
         "failed": len(counted) - len(served),
+        "workers_ended": one.workers.ended(),
         "failures": dict(Counter(seen.failure for seen in counted if not seen.ttft_s)),
         "ttft_mean": round(statistics.fmean(ttft), 4),
         "ttft_p50": round(statistics.median(ttft), 4),
@@ -235,9 +237,10 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter() + 1.0
         await asyncio.gather(*(play(one, load, began, warm) for one in fleets))
         load_average = os.getloadavg()[0]
+        results = {one.policy: figures(one, warm) for one in fleets}
     first, *others = fleets
     return {
-        "policies": {one.policy: figures(one, warm) for one in fleets},
+        "policies": results,
         "first_against": {other.policy: _compared(first, other, warm) for other in others},
         "config": {**vars(options), "cores": os.cpu_count(), "load_average": load_average},
     }
