@@ -39,7 +39,7 @@ from runtime.modelfiles import ModelFiles
 CASES = (("short", 1, 64), ("short", 1, 256), ("stream", 1, 64), ("stream", 1, 256), ("stream", 4, 256))
 LATENCY_CASE = ("short", 1, 16)
 LIGHT = 0.3
-START_S = 30.0
+START_S = 90.0
 
 
 def cpu_s(pid: int) -> float:

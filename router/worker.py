@@ -144,15 +144,12 @@ class Worker:
     def heard(self, record: registry_pb2.WorkerRecord) -> None:
         """What the registry says of it now."""
         self.record = record
+        self.id = record.worker_id
         self._state = None
         if record.ready:
             self.announced.set()
         else:
             self.announced.clear()
-
-    @property
-    def id(self) -> str:
-        return self.record.worker_id
 
     @property
     def role(self) -> Role | None:

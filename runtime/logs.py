@@ -91,6 +91,8 @@ class Redact:
             return _described(value)
         if depth >= _MAX_DEPTH:
             return _described(value)
+        if type(value) is str:
+            return value
         if isinstance(value, Mapping):
             return {
                 key: inner if type(inner) in _HARMLESS else self._value(str(key), inner, depth + 1)
