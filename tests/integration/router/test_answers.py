@@ -7,10 +7,9 @@ import json
 from collections.abc import AsyncIterator
 
 import openai
-import openai.resources  # else imported at the first request, for longer than a worker may be silent on a busy machine
 import pytest
 
-from tests.integration.router.scripted import LENGTH, STOP, Leg, ScriptedWorker, Site, site
+from tests.integration.router.scripted import LENGTH, STOP, Leg, ScriptedWorker, Site, config, site
 
 
 @pytest.fixture
@@ -308,8 +307,12 @@ async def test_a_clients_request_id_is_a_label_and_never_the_id(pair: Site) -> N
     assert [answer[1]["choices"][0]["text"] for answer in answers] == ["ab", "ab"]
 
 
-async def test_the_openai_client_works(pair: Site) -> None:
-    async with openai.AsyncOpenAI(base_url=f"http://{pair.router.http}/v1", api_key="none", max_retries=0) as client:
+async def test_the_openai_client_works() -> None:
+    """Its first use holds up the event loop, on a busy machine for longer than a worker may be silent."""
+    async with (
+        site(ScriptedWorker("prefill"), ScriptedWorker("decode"), settings=config(registry_ttl_s=60)) as pair,
+        openai.AsyncOpenAI(base_url=f"http://{pair.router.http}/v1", api_key="none", max_retries=0) as client,
+    ):
         chat = await client.chat.completions.create(
             model="oracle", messages=[{"role": "user", "content": "hi"}], max_tokens=3
         )
