@@ -206,7 +206,7 @@ class Moves:
             self._not_before.clear()
             return
         self._not_before = {key: at for key, at in self._not_before.items() if at > now and not key[0].over}
-        seats = self._seats(now)
+        seats = self._seats({*leaving, *needy}, now)
         self._empty(leaving, seats)
         if needy and not any(move.reason == "pressure" for move in self._under_way):
             self._relieve(needy, workers, seats, now)
@@ -232,12 +232,12 @@ class Moves:
                     self._need.relieved(worker_id, now)
                     return
 
-    def _seats(self, now: float) -> dict[int, _Sat]:
-        """Every choice that runs somewhere and may be asked for."""
+    def _seats(self, workers: set[str], now: float) -> dict[int, _Sat]:
+        """Every choice that runs at one of these and may be asked for."""
         found: dict[int, _Sat] = {}
         for passage in self._passages():
             leg = passage.decode
-            if leg is None or leg.state is not State.RUNNING:
+            if leg is None or leg.state is not State.RUNNING or leg.worker.id not in workers:
                 continue
             came = passage.arrived_at if isinstance(passage, Onward) else None
             for choice in passage.owner.open_choices(passage.choices):
@@ -266,6 +266,7 @@ def _decoder(worker: Worker) -> Decoder:
         usable=worker.usable,
         draining=worker.record.draining,
         movable=worker.can(HANDOVER),
+        decoding=worker.decode.legs if worker.decode is not None else 0,
         group=worker.group,
         pages=load.pages_total,
         pages_free=load.pages_free,

@@ -25,13 +25,15 @@ REST_S = 30.0
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """A worker as a move sees it. usable: new requests may go there. movable: it can give away and take (`handover`).
-    pages and slots: in all, and those that nobody runs on; swapped, waiting: requests short of memory."""
+    decoding: requests of this router there. pages and slots: in all, and those that nobody runs on; swapped, waiting:
+    requests short of memory."""
 
     worker_id: str
     role: Role
     usable: bool
     draining: bool
     movable: bool
+    decoding: int
     group: str
     pages: int
     pages_free: int
@@ -56,9 +58,11 @@ def leaving(workers: Iterable[Decoder]) -> dict[str, str]:
     """Workers that everything should leave, and why: "drain" or "role"."""
     causes = {}
     for worker in workers:
-        if worker.movable and worker.draining:
+        if not (worker.movable and worker.decoding):
+            continue
+        if worker.draining:
             causes[worker.worker_id] = "drain"
-        elif worker.movable and worker.role is Role.PREFILL:
+        elif worker.role is Role.PREFILL:
             causes[worker.worker_id] = "role"
     return causes
 
@@ -72,7 +76,7 @@ class Need:
 
     def lasting(self, workers: Iterable[Decoder], now: float) -> list[str]:
         """Workers in need for long enough, the longest first."""
-        short = {worker.worker_id for worker in workers if worker.swapped and worker.movable}
+        short = {worker.worker_id for worker in workers if worker.swapped and worker.movable and worker.decoding}
         self._since = {worker_id: self._since.get(worker_id, now) for worker_id in short}
         lasting = [worker_id for worker_id, since in self._since.items() if now - since >= self._after_s]
         return sorted(lasting, key=lambda worker_id: (self._since[worker_id], worker_id))

@@ -17,6 +17,7 @@ D = Decoder(
     usable=True,
     draining=False,
     movable=True,
+    decoding=3,
     group="g",
     pages=100,
     pages_free=60,
@@ -39,6 +40,7 @@ def test_a_worker_that_drains_or_turns_to_prompts_is_left_and_others_are_not() -
         worker("turns", role=Role.PREFILL),
         worker("both", role=Role.BOTH),
         worker("mute", draining=True, movable=False),
+        worker("prompts", role=Role.PREFILL, decoding=0),
     ]
     assert leaving(workers) == {"drains": "drain", "turns": "role"}
 
