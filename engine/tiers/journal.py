@@ -8,6 +8,7 @@ and not the process went down. Reading stops at the first record that is torn; w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -23,7 +24,7 @@ _RECORD = struct.Struct("<B32sB32sQI")  # kind, key, has parent, parent, slot, d
 _CRC = struct.Struct("<I")
 _PUT, _DROP = 1, 2
 REWRITE_BYTES = 1 << 20
-"""A log this long of which most is history is written anew."""
+"""A log this long, and twice as long as when it was last written anew, is written anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,12 @@ class Journal:
         self._size = _RECORD.size + self._sums.size + _CRC.size
         self.torn = 0  # bytes behind the last whole record, when it was opened
         self.puts = self._read()
-        self._live = len(self.puts)
         self._fd = self._rewrite(self.puts)
+        self._long = self._limit()
 
     def append(self, puts: Sequence[Put], drops: Iterable[bytes] = ()) -> None:
         """Drops first. The whole of it is in the file when this returns, or none of it counts."""
-        gone = list(drops)
-        data = b"".join([*map(self._drop_record, gone), *map(self._put_record, puts)])
+        data = b"".join([*map(self._drop_record, drops), *map(self._put_record, puts)])
         end = os.fstat(self._fd).st_size
         try:
             if os.write(self._fd, data) < len(data):
@@ -60,12 +60,26 @@ class Journal:
         except OSError:
             os.ftruncate(self._fd, end)
             raise
-        self._live += len(puts) - len(gone)
+        if end + len(data) > self._long:
+            self._shorten()
 
     def close(self) -> None:
         os.close(self._fd)
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _shorten(self) -> None:
+        """Without what has been dropped again: else it would grow for as long as its worker lives. What was appended
+        counts, also where there is no room for that."""
+        torn = self.torn
+        with contextlib.suppress(OSError):
+            fresh = self._rewrite(self._read())
+            os.close(self._fd)
+            self._fd = fresh
+        self.torn, self._long = torn, self._limit()
+
+    def _limit(self) -> int:
+        return max(REWRITE_BYTES, 2 * os.fstat(self._fd).st_size)
 
     def _put_record(self, put: Put) -> bytes:
         parent = put.parent or bytes(32)

@@ -174,6 +174,35 @@ def test_a_torn_index_is_read_up_to_its_last_whole_record(tmp_path: Path, tail: 
     assert list(Journal(path, "x", 2).puts) == [keys[1], keys[2]]
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_an_index_does_not_grow_with_what_has_come_and_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    monkeypatch.setattr("engine.tiers.journal.REWRITE_BYTES", 4096)
+    path = tmp_path / "index"
+    journal = Journal(path, "x", 2)
+    if not room:
+        monkeypatch.setattr(Path, "replace", full)
+    stays = [bytes([255, number]) * 16 for number in range(5)]
+    journal.append([Put(key, None, number + 1, 0, (7, 8)) for number, key in enumerate(stays)])
+    last = stays[0]
+    for number in range(2_000):
+        key = number.to_bytes(32, "little")
+        journal.append([Put(key, None, 10 + number % 7, 0, (1, 2))], [last] if number else [])
+        last = key
+
+    assert (path.stat().st_size < 10_000) is room
+    monkeypatch.undo()
+    journal.close()
+    again = Journal(path, "x", 2)
+    assert list(again.puts) == [*stays, last], "the drops of what was here before count"
+    again.close()
+
+
+def full(path: Path, target: Path) -> Path:
+    raise OSError(errno.ENOSPC, "no room")
+
+
 def test_nothing_is_read_from_disk_before_it_is_published(tmp_path: Path) -> None:
     """T113: the second of two equal prompts comes while the first is still being written."""
     disk = Manual()
