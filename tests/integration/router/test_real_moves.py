@@ -27,8 +27,8 @@ from tests.integration.router.test_real_workers import Real, real
 
 STEP_S = 0.02
 SLOW_STEP_S = 0.1
-TOKENS = 120
-"""Twelve seconds of slow decoding: a drain that waits for the streams shows."""
+TOKENS = 300
+"""Half a minute of slow decoding: a drain that waits for the streams shows."""
 
 
 def body(number: int, **fields: Any) -> dict[str, Any]:
@@ -109,12 +109,12 @@ async def test_a_drained_decode_worker_is_empty_long_before_its_streams_end_and_
         source = await stack.enter_async_context(within(router, "decode", SLOW_STEP_S))
         http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{router.http}"))
         made = Real(router, [prefill, source], http)
-        await until(lambda: sum(state.usable for state in router.fleet.states()) == 2)
+        await until(lambda: sum(state.usable for state in router.fleet.states()) == 2, 20)
         calls = [asyncio.create_task(stream(made, number)) for number in range(5)]
         calls.append(asyncio.create_task(stream(made, 5, n=2)))
-        await until(lambda: running(made, source) == 6)
+        await until(lambda: running(made, source) == 6, 20)
         target = await stack.enter_async_context(within(router, "decode"))
-        await until(lambda: sum(state.usable for state in router.fleet.states()) == 3)
+        await until(lambda: sum(state.usable for state in router.fleet.states()) == 3, 20)
 
         reply, seconds = await drain(source, 20)
 
@@ -139,7 +139,7 @@ async def test_a_request_put_aside_for_want_of_memory_goes_on_at_a_worker_that_h
         source = await stack.enter_async_context(within(router, "decode", SLOW_STEP_S, **small))
         http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{router.http}"))
         made = Real(router, [prefill, source], http)
-        await until(lambda: sum(state.usable for state in router.fleet.states()) == 2)
+        await until(lambda: sum(state.usable for state in router.fleet.states()) == 2, 20)
         calls = [asyncio.create_task(stream(made, number, max_tokens=130)) for number in range(4)]
         tiers = source.parts.engine.tiers
         assert tiers is not None
@@ -166,7 +166,7 @@ async def test_simulated_workers_give_their_streams_away_too() -> None:
             workers.append(await stack.enter_async_context(started(settings)))
         http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{router.http}"))
         made = Real(router, list(workers), http)
-        await until(lambda: sum(state.usable for state in router.fleet.states()) == 3)
+        await until(lambda: sum(state.usable for state in router.fleet.states()) == 3, 20)
         calls = [asyncio.create_task(stream(made, number, max_tokens=120)) for number in range(4)]
         await until(lambda: all(running(made, worker) == 2 for worker in workers[1:]))
 
