@@ -12,6 +12,8 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import structlog
+
 from kvtransfer.types import PAGE_TOKENS
 from protos.v1 import common_pb2
 from router.policy import Role
@@ -22,6 +24,8 @@ from runtime.registry.store import Store
 
 PRESENCE_S = 1.0
 PRESENCE_TTL_S = 3.0
+
+_log = structlog.get_logger("pdserve.router.others")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,11 @@ class Presence:
 
     async def _run(self) -> None:
         while not self._stopping:
-            with suppress(RegistryUnavailable):  # the last count holds
+            try:
                 claim = await self._store.claim("routers", self._router_id, {}, PRESENCE_TTL_S)
                 self._others.present = claim.holders > 1
+            except RegistryUnavailable:
+                pass  # the last count holds
+            except Exception as exc:  # noqa: BLE001  supervises: the others go on hearing of this router
+                _log.error("presence_failed", exc_info=exc)
             await asyncio.sleep(PRESENCE_S)

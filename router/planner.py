@@ -317,6 +317,9 @@ class Planner:
             except (grpc.RpcError, PdserveError) as exc:
                 _log.debug("cache_feed_lost", worker=worker.id, reason=type(exc).__name__)
                 await asyncio.sleep(RETRY_S)
+            except Exception as exc:  # noqa: BLE001  supervises: a fault over one message does not end the feed
+                _log.error("cache_feed_failed", worker=worker.id, exc_info=exc)
+                await asyncio.sleep(RETRY_S)
 
 
 def _made(name: str, speeds: Speeds) -> Policy:

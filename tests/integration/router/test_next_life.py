@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.integration.router.scripted import config, serving, site, until
 from tests.integration.router.test_policies import STORED, CachingWorker, idle
 
@@ -24,3 +28,23 @@ async def test_the_cache_of_a_workers_next_process_is_followed_and_the_last_ones
             status, _ = await made.complete(prompt="still there?", max_tokens=2)
             assert status == 200
             assert idle(made)
+
+
+async def test_a_fault_over_one_message_does_not_end_a_workers_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.planner.RETRY_S", 0.01)
+    worker = CachingWorker("both", "b0")
+    async with site(worker, settings=config(policy="predicted")) as made:
+        index, faults = made.router.planner.index, [ZeroDivisionError()]
+        await until(lambda: index.position("b0") == (worker.epoch, 1))
+        apply = index.apply
+
+        def once(*args: Any) -> bool:
+            if faults:
+                raise faults.pop()
+            return apply(*args)
+
+        monkeypatch.setattr(index, "apply", once)
+        worker.says(STORED, [bytes([1]) * 32], sequence=2)
+        await until(lambda: not faults and len(worker.asked) == 2)
+        worker.says(STORED, [bytes([2]) * 32], sequence=2)
+        await until(lambda: index.position("b0") == (worker.epoch, 2))
