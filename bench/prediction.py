@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -230,6 +231,9 @@ def figures(one: Fleet, warm: int) -> dict[str, Any]:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # no worker is left behind
     names = [name.strip() for name in options.policies.split(",")]
     load, warm = asks(options.seed, options.requests, options.rate), int(WARM * options.requests)
     async with AsyncExitStack() as stack:
