@@ -48,8 +48,8 @@ class _Buckets:
 
 
 class Histogram(Collector):
-    """prometheus_client's own takes an eighth of a router's time where every request has ten observations (2.4 us
-    each, against 0.3). observe() is for a histogram without labels."""
+    """An observation takes 0.2 us, and prometheus_client's own 0.56: a request has ten. observe() is for a histogram
+    without labels."""
 
     def __init__(
         self, name: str, help_text: str, labels: Sequence[str], registry: CollectorRegistry, bounds: Sequence[float]
