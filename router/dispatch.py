@@ -182,9 +182,10 @@ class Dispatch:
         self._say(delta, finished)
         if self.progress.finished:
             self.settle(None)
-        elif finished is not None and finish == GOES_ON:  # a stop string: the worker does not know
-            for passage in self.passages:
-                if choice in passage.choices:
+        elif finished is not None:
+            for passage in [passage for passage in self.passages if choice in passage.choices]:
+                passage.choice_over(choice)
+                if finish == GOES_ON:  # a stop string: the worker does not know
                     passage.end_choice(choice)
                     self._close_idle(passage)
 

@@ -130,6 +130,11 @@ class Seats:
         for move in moves.values():
             move.off()
 
+    def choice_over(self, choice: int) -> None:
+        """This choice has ended: whoever has room for it is told now, not when its worker does not answer."""
+        if choice in self.moves:
+            self.moves[choice].off()
+
     def _legs_owner(self) -> legs.Owner:
         raise AssertionError("whoever holds seats hears of its legs")
 

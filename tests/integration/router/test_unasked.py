@@ -8,7 +8,7 @@ import pytest
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from runtime.errors import Saturated
-from tests.integration.router.scripted import GO_ON, Leg, ScriptedWorker, decode_answers, site, until
+from tests.integration.router.scripted import GO_ON, LENGTH, STOP, Leg, ScriptedWorker, decode_answers, site, until
 from tests.integration.router.test_continuity import history, token
 from tests.integration.router.test_moves import give_away, moves, running, whole
 
@@ -102,4 +102,30 @@ async def test_choices_that_leave_together_ahead_of_the_prompts_answer_and_ended
         status, body = await asyncio.wait_for(made.complete(n=2, stop=stop, max_tokens=6), 4)
         assert status == 200
         assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "stop"]
+        await made.quiet()
+
+
+async def test_room_for_a_choice_that_ends_by_itself_is_given_back_at_once() -> None:
+    """The other choice goes on, and its worker owes no answer for the one that has ended."""
+    more = asyncio.Event()
+
+    async def ends_one(leg: Leg) -> None:
+        leg.tokens(10, token(10, 1), choice=1, finish=STOP)
+        await more.wait()
+        for sequence in range(10, 40):
+            leg.tokens(sequence, token(sequence, 0), choice=0, finish=LENGTH if sequence == 39 else GO_ON)
+
+    async with running() as (made, fleet):
+        call = asyncio.create_task(history(made, n=2))
+        source = await fleet.holder()
+        (target,) = fleet.others(source)
+        fleet.script(source).answer = ends_one
+        passage = next(iter(made.router.dispatcher._passages()))
+        assert made.router.dispatcher.moves.move(passage, 1, "drain")
+        await until(lambda: moves(made, "ended") == 1)
+        await until(lambda: not target.reservations)
+        assert not call.done()
+        more.set()
+        seen = await call
+        assert (seen.finishes, seen.errors) == ({0: "length", 1: "stop"}, [])
         await made.quiet()
