@@ -113,14 +113,14 @@ async def test_a_read_takes_setup_and_bytes_over_bandwidth() -> None:
     target, peer = await pair(profile(**QUIET, transfer={"bandwidth_Bps": 131072 * 1e5, "setup_s": 0.005}))
     stats = await target.read(peer, Ranges(2000), later(5)).result  # type: ignore[arg-type]
     assert stats.nbytes == 2000
-    assert 0.025 <= stats.seconds < 0.2
+    assert 0.025 <= stats.seconds < 2
 
 
 async def test_reads_that_share_a_nic_share_its_bandwidth() -> None:
     target, peer = await pair(profile(**QUIET, transfer={"bandwidth_Bps": 131072 * 1e5, "setup_s": 0.0}))
     flights = [target.read(peer, Ranges(2000), later(5)) for _ in range(3)]  # type: ignore[arg-type]
     times = [(await flight.result).seconds for flight in flights]
-    assert times[2] > times[0] + 0.015
+    assert [time >= 0.02 * crowd for crowd, time in enumerate(times, 1)] == [True] * 3, times
 
 
 async def test_a_read_past_its_deadline_fails_and_is_quiet() -> None:
