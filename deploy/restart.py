@@ -109,7 +109,7 @@ class Restart:
             new = await self._record(name)
             if new.role != record.role:
                 await self._fleet.set_role(new.address, record.role)
-            await self._seen(_NEEDS[record.role])
+            await self._seen(record.worker_id, record.role, _NEEDS[record.role])
 
     @asynccontextmanager
     async def _stood_in(self, record: Record, force: bool) -> AsyncIterator[None]:
@@ -125,7 +125,7 @@ class Restart:
         self._say(helper.worker_id, f"does both meanwhile, as {record.worker_id} is the only one for {min(missing)}")
         await self._fleet.set_role(helper.address, common_pb2.ROLE_BOTH)
         try:
-            await self._seen(_NEEDS[record.role])
+            await self._seen(helper.worker_id, common_pb2.ROLE_BOTH, _NEEDS[record.role])
             yield
         finally:
             with contextlib.suppress(PdserveError):
@@ -164,9 +164,15 @@ class Restart:
     async def _look(self, name: str) -> Record | None:
         return next((one for one in await self._fleet.workers() if one.worker_id == name), None)
 
-    async def _seen(self, pools: frozenset[str]) -> None:
-        """The router can choose everybody who says to be there. One that cannot be asked is given time instead."""
+    async def _seen(self, worker: str, role: common_pb2.Role.ValueType, pools: frozenset[str]) -> None:
+        """The worker has said that it has this role, and the router can choose everybody who says to be there. One that
+        cannot be asked is given time instead."""
         async with asyncio.timeout(SEEN_S):
+            while True:
+                records = [one for one in await self._fleet.workers() if _usable(one)]
+                if any(one.worker_id == worker and one.role == role for one in records):
+                    break
+                await asyncio.sleep(LOOK_S / 4)
             while self._metrics:
                 records = [one for one in await self._fleet.workers() if _usable(one)]
                 try:

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ def asking(cluster: ForegroundCluster, clients: int, **body: Any) -> Iterator[tu
             try:
                 with urllib.request.urlopen(request, timeout=120) as reply:
                     good.append(reply.status)
+            except urllib.error.HTTPError as error:
+                bad.append(error.read().decode())
             except OSError as error:
                 bad.append(repr(error))
             number += clients

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from deploy.restart import Restart, RestartFailed
@@ -35,6 +37,24 @@ async def test_the_only_worker_of_a_role_is_stood_in_for_and_no_request_fails() 
         "prefill-0 restarts",
         "prefill-0 is ready",
     ]
+
+
+async def test_nothing_is_drained_before_whoever_stands_in_has_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with local_fleet("prefill", "decode") as made:
+        at_once, later = made.fleet.set_role, []
+
+        async def late(address: str, role: common_pb2.Role.ValueType) -> None:
+            async def soon() -> None:
+                await asyncio.sleep(0.5)
+                await at_once(address, role)
+
+            later.append(asyncio.create_task(soon()))
+
+        monkeypatch.setattr(made.fleet, "set_role", late)
+        async with made.under_load(4, 40, 20):
+            assert await restart(made).rolling(["decode-0"], force=False) == ["decode-0"]
+            await asyncio.gather(*later)
+        assert made.failed == []
 
 
 async def test_the_last_worker_is_not_restarted_unless_it_must_be() -> None:
