@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from google.protobuf.message import DecodeError
+
 from engine.api import Admitted, Tokens
 from engine.meter import Meter
 from engine.service import ServiceLeg
@@ -83,8 +85,11 @@ class Leg(ServiceLeg[decode_pb2.DecodeEvents]):
             raise KvLost("the hand-off has another length than the request", reason="length_mismatch")
         if any(first.token >= vocab_size or first.finish not in FIRST_FINISHES for first in pulled.first):
             raise KvLost("the hand-off has no usable first token", reason="first_mismatch")
-        self.pulled = pulled
-        self.newest = {f.choice: common_pb2.TokenLogprob.FromString(f.logprob) for f in pulled.first if f.logprob}
+        try:
+            newest = {f.choice: common_pb2.TokenLogprob.FromString(f.logprob) for f in pulled.first if f.logprob}
+        except DecodeError as exc:
+            raise KvLost("the hand-off has no usable log-probability", reason="first_mismatch") from exc
+        self.pulled, self.newest = pulled, newest
 
     def times(self, pid: int, transport: str) -> common_pb2.StageTimes:
         """How the prompt's KV came here. A local leg has no transport."""

@@ -309,6 +309,8 @@ class Planner:
                 async for batch in worker.cache_events(epoch, sequence):
                     if not self.index.apply(worker.id, batch_of(batch)):
                         self._gaps.inc()
+                        if self.index.position(worker.id) == (epoch, sequence):  # asked from here already
+                            await asyncio.sleep(RETRY_S)
                         break
                     if self.shared is not None:
                         self.shared.heard(worker.id, worker.group, batch)

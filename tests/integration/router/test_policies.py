@@ -254,3 +254,23 @@ async def test_a_worker_that_grants_and_then_fails_is_left_alone_and_costs_no_re
         assert statuses == [200] * 60
         assert len(liar.submitted) <= 15
         await made.quiet()
+
+
+class Gappy(CachingWorker):
+    """Nothing it says of its cache follows what it said before."""
+
+    async def CacheEvents(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.CacheEventBatch]:  # noqa: N802
+        self.asked.append((request.epoch, request.after_sequence))
+        yield worker_pb2.CacheEventBatch(first_sequence=99, epoch=self.epoch)
+
+
+async def test_a_cache_feed_that_never_fits_is_asked_now_and_then_and_not_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.planner.RETRY_S", 60.0)
+    workers = [Gappy("prefill", "p0"), *fleet(prefills=1, decodes=1)[1:]]
+    async with site(*workers, settings=config(policy="predicted")) as made:
+        for number in range(20):
+            status, _ = await made.complete(prompt=f"{number} is there time?", max_tokens=2)
+            assert status == 200
+        assert 1 <= len(workers[0].asked) <= 2

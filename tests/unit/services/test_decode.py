@@ -239,7 +239,16 @@ async def test_a_hand_off_of_another_length_is_not_started(s: Setup) -> None:
     await stream.drop()
 
 
-@pytest.mark.parametrize("first", [First(0, 256), First(0, 2**32 - 1), First(0, 65, finish=77), First(0, 65, finish=5)])
+@pytest.mark.parametrize(
+    "first",
+    [
+        First(0, 256),
+        First(0, 2**32 - 1),
+        First(0, 65, finish=77),
+        First(0, 65, finish=5),
+        First(0, 65, logprob=b"\xff"),
+    ],
+)
 async def test_a_first_token_that_no_model_of_ours_samples_is_not_started(s: Setup, first: First) -> None:
     stream = await pulling(s)
     s.puller.answers[0].set_result(Pulled(20, (first,), 1, 1, 0, 0, 0))
