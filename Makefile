@@ -42,10 +42,10 @@ demo: $(STAMP)
 	@$(BIN)/pdserve demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -m "not slow and not gpu"
+	$(BIN)/python tests/run.py
 
 test-all: $(STAMP)
-	$(BIN)/python tests/full_run.py
+	$(BIN)/python tests/run.py --all
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
