@@ -15,6 +15,7 @@ import grpc
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from runtime import ids, rpc
+from runtime.errors import WorkerLost
 from tests.integration.pd.workers import WorkerProcess
 
 _numbers = itertools.count(1)
@@ -79,6 +80,8 @@ class Link:
         get.cancel()
         if self.error is not None:
             raise rpc.from_rpc_error(self.error)
+        if self.ended.is_set():  # a channel that was closed before the worker's end was heard of
+            raise WorkerLost("the stream was cut")
         raise AssertionError(f"no event of {ref.request_id} within {seconds} s\n{self.worker.log()}")
 
     async def _read(self, call: Any) -> None:
