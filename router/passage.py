@@ -65,7 +65,7 @@ class Passage(Seats):
         wish = Wish(self.owner.work, self.piece.tokens, length, self._attempt, self._avoid, patience_s)
         choice = await self.shared.booking.book(wish)
         ledger = self.owner.ledger
-        ledger.queue_s += self._now() - started - (ledger.route_s - before)
+        ledger.queue_s += max(self._now() - started - (ledger.route_s - before), 0.0)  # others may be on their way
         self.local = isinstance(choice, policy.Local)
         if self.over:  # the request ended while it waited
             self.close("settled")
