@@ -130,6 +130,8 @@ class Restart:
         finally:
             with contextlib.suppress(PdserveError):
                 await self._fleet.set_role(helper.address, helper.role)
+        # Until that is heard of its record says both, which is what it would be given back after its own restart.
+        await self._seen(helper.worker_id, helper.role, frozenset())
         self._say(helper.worker_id, f"is {ROLES[helper.role]} again")
 
     async def _drained(self, record: Record) -> None:

@@ -39,7 +39,7 @@ async def test_the_only_worker_of_a_role_is_stood_in_for_and_no_request_fails() 
     ]
 
 
-async def test_nothing_is_drained_before_whoever_stands_in_has_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_role_counts_when_its_worker_has_said_so_not_when_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async with local_fleet("prefill", "decode") as made:
         at_once, later = made.fleet.set_role, []
 
@@ -52,9 +52,10 @@ async def test_nothing_is_drained_before_whoever_stands_in_has_said_so(monkeypat
 
         monkeypatch.setattr(made.fleet, "set_role", late)
         async with made.under_load(4, 40, 20):
-            assert await restart(made).rolling(["decode-0"], force=False) == ["decode-0"]
+            assert await restart(made).rolling([], force=False) == ["prefill-0", "decode-0"]
             await asyncio.gather(*later)
         assert made.failed == []
+        assert made.roles() == {"prefill-0": "prefill", "decode-0": "decode"}
 
 
 async def test_the_last_worker_is_not_restarted_unless_it_must_be() -> None:

@@ -135,7 +135,12 @@ async def test_a_prompt_goes_where_its_pages_are_and_no_longer_when_they_are_gon
         bit = index.bit(owner.id)
         await until(lambda: all(index.synced(worker.id) for worker in workers))
 
+        async def finds_them(leg: Leg) -> None:
+            leg.ticket_issued()
+            leg.first(ord("a"), cached=16 * len(keys))
+
         owner.says(STORED, keys, sequence=2)
+        owner.prefill = finds_them
         await until(lambda: index.position(owner.id)[1] >= 2)
         assert [await used(made) for _ in range(3)] == [owner.id] * 3
 
