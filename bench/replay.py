@@ -254,10 +254,10 @@ def main(
     console.print(f"plots: {file}", highlight=False)
 
 
-def run() -> int:
+def run(command: click.Command) -> int:
     """Errors of ours become one line and a status, as in the rest of the command line."""
     try:
-        main(standalone_mode=True)
+        command(standalone_mode=True)
     except PdserveError as error:
         print(f"pdserve: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, InvalidRequest) else 1
@@ -265,4 +265,4 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run(main))

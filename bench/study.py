@@ -19,11 +19,11 @@ from typing import Any
 
 import click
 
-from bench.replay import PLOTTED, cache_folder, progress_bar
+from bench.replay import PLOTTED, cache_folder, progress_bar, run
 from bench.sim import study
 from bench.sim.experiment import POLICIES, Setting
 from bench.sim.study import Case, Results
-from runtime.errors import InvalidRequest, PdserveError
+from runtime.errors import InvalidRequest
 
 DATA = Path(__file__).parent / "data"
 MOONCAKE = str(DATA / "mooncake_conversation_trace.jsonl.gz")
@@ -224,15 +224,5 @@ def main(seeds: int, requests: int, loads: tuple[float, ...], other: bool, out: 
     print(f"written to {folder}", file=sys.stderr)
 
 
-def run() -> int:
-    """Errors of ours become one line and a status, as in the rest of the command line."""
-    try:
-        main(standalone_mode=True)
-    except PdserveError as error:
-        print(f"pdserve: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, InvalidRequest) else 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run(main))
