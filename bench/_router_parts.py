@@ -14,12 +14,13 @@ from typing import Any
 
 from bench._http_load import body
 from protos.v1 import common_pb2, decode_pb2
-from router import policy, replies, schema
-from router.codec import Codec
+from router.api import replies, schema
 from router.params import Limits, check, check_prompt, clamp, model_defaults, sampling
-from router.progress import GOES_ON, LENGTH, Progress
+from router.policy import pairing
 from router.request import Ledger, Outcome
 from router.stats import Stats
+from router.text.codec import Codec
+from router.text.progress import GOES_ON, LENGTH, Progress
 from runtime import logs
 from runtime.config import Config
 from runtime.ids import child_traceparent, new_request_id
@@ -56,8 +57,8 @@ def parts(model: str) -> dict[str, float]:
     wire = sampling(params, codec.eos)
     ref = common_pb2.AttemptRef(request_id=new_request_id(), attempt=1)
     states = [
-        policy.WorkerState(name, role, True, 0, 0, 1, 8192, "g")
-        for name, role in (("p", policy.Role.PREFILL), ("d", policy.Role.DECODE))
+        pairing.WorkerState(name, role, True, 0, 0, 1, 8192, "g")
+        for name, role in (("p", pairing.Role.PREFILL), ("d", pairing.Role.DECODE))
     ]
     collected = replies.Collected(1)
     ledger = Ledger(prefill_worker="p", decode_worker="d", total_s=0.02, first_token_s=0.01).wire()
@@ -94,7 +95,7 @@ def parts(model: str) -> dict[str, float]:
         "render the chat template": lambda: codec._template.render(chat.messages, add_generation_prompt=True),  # type: ignore[union-attr]
         f"tokenize {len(tokens)} tokens": lambda: files.encode(text, allow_special=True),
         "identifiers": lambda: (new_request_id(), child_traceparent("")),
-        "choose the workers": lambda: policy.choose(states, 100, frozenset(), frozenset()),
+        "choose the workers": lambda: pairing.choose(states, 100, frozenset(), frozenset()),
         "two submissions as protobuf": submitted,
         "four tokens to text": answered,
         "the answer's body": lambda: replies.chat_body(frame, collected, [outcome]),

@@ -20,12 +20,12 @@ import numpy as np
 
 from bench.sim.experiment import POLICIES
 from kvtransfer.hashing import page_keys, root
-from router.index import Batch, CacheEvent, Hit, Kind, PrefixIndex
-from router.keys import PromptKeys
-from router.policies import Policy
-from router.policy import Role
-from router.speeds import Speeds
-from router.view import RequestView, Work, WorkerView
+from router.policy.index import Batch, CacheEvent, Hit, Kind, PrefixIndex
+from router.policy.keys import PromptKeys
+from router.policy.pairing import Role
+from router.policy.policies import Policy
+from router.policy.speeds import Speeds
+from router.policy.view import RequestView, Work, WorkerView
 
 ROOT = root(b"", "bench", "bench")
 UNITS, WORKERS = 1_000_000, 64

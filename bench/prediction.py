@@ -35,7 +35,7 @@ import numpy as np
 from bench.handoff import MODEL, TEXT
 from bench.router import free_port
 from router.app import Router
-from router.speeds import Accuracy
+from router.policy.speeds import Accuracy
 from runtime import logs
 from runtime.config import Config
 from runtime.modelfiles import ModelFiles

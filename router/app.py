@@ -18,19 +18,19 @@ from grpc_reflection.v1alpha import reflection
 
 from kvtransfer.types import PAGE_TOKENS
 from protos.v1 import registry_pb2
-from router.codec import Codec
-from router.dispatch import Dispatcher
-from router.fleet import Expected, Fleet
-from router.front import Front
-from router.http import HttpFace
-from router.inference import InferenceService
+from router.admission.tenants import Keys
+from router.api.front import Front
+from router.api.http import HttpFace
+from router.api.inference import InferenceService
+from router.api.server import Handler, Runner
+from router.dispatch.dispatch import Dispatcher
 from router.params import Limits, model_defaults
-from router.planner import Planner
-from router.server import Handler, Runner
 from router.sharing import Sharing
 from router.stats import Stats
-from router.tenants import Keys
-from router.worker import Worker
+from router.text.codec import Codec
+from router.workers.fleet import Expected, Fleet
+from router.workers.planner import Planner
+from router.workers.worker import Worker
 from runtime import lifecycle, logs, rpc
 from runtime.clock import SystemClock
 from runtime.config import Config

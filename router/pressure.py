@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from protos.v1 import common_pb2, decode_pb2
-from router.progress import GOES_ON
+from router.text.progress import GOES_ON
 
 BEAT_S = 0.02
 SAMPLE_S = 0.05

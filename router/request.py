@@ -8,7 +8,7 @@ from typing import Protocol
 
 from protos.v1 import common_pb2, inference_pb2
 from router.params import Params
-from router.progress import Delta, Finish
+from router.text.progress import Delta, Finish
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import structlog
 
-from router.line import Line
-from router.others import Presence
-from router.planner import Planner
-from router.quotas import Quotas
-from router.shared_index import SharedIndex
-from router.tenants import Permits, Tenant
+from router.admission.line import Line
+from router.admission.tenants import Permits, Tenant
+from router.shared.index import SharedIndex
+from router.shared.others import Presence
+from router.shared.quotas import Quotas
+from router.workers.planner import Planner
 from runtime.clock import Clock
 from runtime.config import Config
 from runtime.metrics import Metrics

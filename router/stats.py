@@ -36,7 +36,7 @@ class Stats:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         # Bound once: looking the configuration up again for every request costs more than writing the line.
-        self._log = structlog.get_logger("pdserve.router.requests").bind()
+        self._log = structlog.get_logger("pdserve.router.dispatch").bind()
         self._requests = metrics.counter("pdserve_requests", "Calls by their one terminal event", ["outcome", "reason"])
         self._completed_requests = self._requests.labels("completed", "")
         self._errors = metrics.counter("pdserve_error_answers", "Error answers by reason", ["reason"])

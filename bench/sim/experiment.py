@@ -14,10 +14,10 @@ from bench.sim import trace as traces
 from bench.sim.metrics import summary
 from bench.sim.profile import Profile
 from bench.sim.world import Fleet, Outcome, World
-from router.cost import CostConfig, Predicted
-from router.peers import Dynamo, Sgl
-from router.policies import LeastLoad, Policy, PowerOfTwo, RoundRobin, SessionAffinity
-from router.speeds import Speeds
+from router.policy.cost import CostConfig, Predicted
+from router.policy.peers import Dynamo, Sgl
+from router.policy.policies import LeastLoad, Policy, PowerOfTwo, RoundRobin, SessionAffinity
+from router.policy.speeds import Speeds
 from runtime.errors import InvalidRequest
 
 VERSION = 1

@@ -13,8 +13,8 @@ from bench.sim.agenda import Agenda
 from bench.sim.fabric import Fabric
 from bench.sim.profile import Profile
 from bench.sim.worker import Job, Worker
-from router.speeds import Speeds
-from router.view import Fetch
+from router.policy.speeds import Speeds
+from router.policy.view import Fetch
 
 ASK_S = 0.002
 """A question and its answer, and room at the target."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bench.sim.profile import Profile
 from engine.pages import PagePool
 from engine.prefix_cache import PrefixCache
-from router.index import Batch, CacheEvent, Kind
+from router.policy.index import Batch, CacheEvent, Kind
 
 _JOURNAL_TOKENS = 1 << 18
 """The journal holds what one allocation of the longest prompt can drop, unit by unit."""

@@ -16,8 +16,8 @@ from bench.sim.experiment import Experiment, Setting
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = (
     "bench/sim",
-    *(f"router/{name}.py" for name in ("admission", "cost", "index", "keys", "ledger", "peers", "policies", "policy")),
-    *(f"router/{name}.py" for name in ("rent", "speeds", "view")),
+    "router/admission/admission.py",
+    "router/policy",
     "engine/pages.py",
     "engine/prefix_cache.py",
     "kvtransfer/hashing.py",

@@ -20,15 +20,15 @@ from bench.sim.profile import Profile
 from bench.sim.store import Store
 from bench.sim.trace import Entry, TraceKeys
 from bench.sim.worker import Job, Prefilled, Worker
-from router.admission import Admission, Ask
-from router.admission import Config as AdmissionConfig
-from router.index import NO_HIT, PrefixIndex
-from router.ledger import Demand, Ledger
-from router.policies import Policy
-from router.policy import Role
-from router.speeds import Speeds
-from router.trust import as_seen
-from router.view import Key, Nobody, Placement, RequestView, Wait, WorkerView
+from router.admission.admission import Admission, Ask
+from router.admission.admission import Config as AdmissionConfig
+from router.policy.index import NO_HIT, PrefixIndex
+from router.policy.ledger import Demand, Ledger
+from router.policy.pairing import Role
+from router.policy.policies import Policy
+from router.policy.speeds import Speeds
+from router.policy.trust import as_seen
+from router.policy.view import Key, Nobody, Placement, RequestView, Wait, WorkerView
 
 EVENT_DELAY_S = 0.01
 """Cache events reach the router this much later."""

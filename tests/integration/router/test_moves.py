@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
-from router.moving import Need
-from router.onward import Onward
+from router.dispatch.moving import Need
+from router.dispatch.onward import Onward
 from runtime.errors import DeadlineExceeded, Draining, KvLost, Saturated
 from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, Site, config, scored, site, until
 from tests.integration.router.test_continuity import (
@@ -428,7 +428,7 @@ async def test_what_is_given_away_and_does_not_fit_what_was_said_is_not_gone_on_
 
 
 async def test_a_source_that_comes_too_late_is_gone_on_from_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.moves.ANSWER_S", 0.05)
+    monkeypatch.setattr("router.dispatch.moves.ANSWER_S", 0.05)
     late = asyncio.Event()
 
     async def slowly(leg: Leg) -> None:
@@ -504,7 +504,7 @@ async def test_a_fault_in_a_move_costs_the_move_alone(monkeypatch: pytest.Monkey
         raise ZeroDivisionError if len(tried) % 2 else DeadlineExceeded("the request's deadline passed")
 
     monkeypatch.setattr(Onward, "reserve", broken)
-    monkeypatch.setattr("router.moves.AGAIN_S", 0.0)
+    monkeypatch.setattr("router.dispatch.moves.AGAIN_S", 0.0)
     async with running() as (made, fleet):
         call = asyncio.create_task(history(made))
         source = await fleet.holder()

@@ -23,8 +23,8 @@ from kvtransfer.hashing import page_keys, root
 from pdserve._worker_admin import Actions, CacheFeed, WorkerAdmin
 from protos.v1 import worker_pb2
 from router.app import Router
-from router.index import PrefixIndex
-from router.keys import PromptKeys
+from router.policy.index import PrefixIndex
+from router.policy.keys import PromptKeys
 from runtime.config import Config
 from tests.integration.router.scripted import ScriptedWorker, config, serving, until
 from tests.unit.runtime.servers import RedisServer

@@ -31,7 +31,7 @@ async def test_the_cache_of_a_workers_next_process_is_followed_and_the_last_ones
 
 
 async def test_a_fault_over_one_message_does_not_end_a_workers_feed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.planner.RETRY_S", 0.01)
+    monkeypatch.setattr("router.workers.planner.RETRY_S", 0.01)
     worker = CachingWorker("both", "b0")
     async with site(worker, settings=config(policy="predicted")) as made:
         index, faults = made.router.planner.index, [ZeroDivisionError()]

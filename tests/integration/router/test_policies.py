@@ -11,7 +11,7 @@ import pytest
 
 from kvtransfer.hashing import page_keys, root
 from protos.v1 import common_pb2, worker_pb2
-from router.keys import PromptKeys
+from router.policy.keys import PromptKeys
 from tests.integration.router.scripted import FILES, LENGTH, Leg, ScriptedWorker, Site, config, site, until
 
 POLICIES = ["least_load", "predicted", "round_robin", "power_of_two", "session_affinity", "dynamo", "sgl"]
@@ -272,7 +272,7 @@ class Gappy(CachingWorker):
 async def test_a_cache_feed_that_never_fits_is_asked_now_and_then_and_not_all_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.planner.RETRY_S", 60.0)
+    monkeypatch.setattr("router.workers.planner.RETRY_S", 60.0)
     workers = [Gappy("prefill", "p0"), *fleet(prefills=1, decodes=1)[1:]]
     async with site(*workers, settings=config(policy="predicted")) as made:
         for number in range(20):

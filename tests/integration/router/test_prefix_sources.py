@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.ledger import Demand
+from router.policy.ledger import Demand
 from tests.integration.router.scripted import Site, config, site, until
 from tests.integration.router.test_policies import PROMPT, STORED, CachingWorker, fleet, idle, keys_of, used
 

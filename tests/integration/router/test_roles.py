@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
-from router.policy import Role
+from router.policy.pairing import Role
 from tests.integration.router.scripted import Leg, ScriptedWorker, Site, decode_answers, site, until
 
 

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from protos.v1 import common_pb2
 from router.app import Router
-from router.shared_index import _Log
+from router.shared.index import _Log
 from runtime.config import Config
 from tests.integration.router.scripted import Leg, ScriptedWorker, config, decode_answers, serving, until
 from tests.integration.router.test_policies import STORED, CachingWorker

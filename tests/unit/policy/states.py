@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.index import Hit
-from router.policy import Role
-from router.view import RequestView, Work, WorkerView
+from router.policy.index import Hit
+from router.policy.pairing import Role
+from router.policy.view import RequestView, Work, WorkerView
 
 
 def worker(name: str, role: Role, bit: int, **account: Any) -> WorkerView:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.admission import Admission, Ask, Config, Limits
+from router.admission.admission import Admission, Ask, Config, Limits
 from runtime.errors import DeadlineExceeded, QuotaExceeded, Saturated
 
 FOREVER = float("inf")

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.breaker import Breaker, Breakers, Config, Result, State, result_of
+from router.workers.breaker import Breaker, Breakers, Config, Result, State, result_of
 from runtime.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvLost, QuotaExceeded, Saturated, WorkerLost
 
 SOON = Config(failures=3, window_s=10.0, open_s=2.0, open_max_s=8.0, probe_s=5.0)

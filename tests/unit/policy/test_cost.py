@@ -3,12 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from router.cost import CostConfig, Predicted
-from router.index import Hit
-from router.keys import PromptKeys
-from router.rent import Rents
-from router.speeds import Speeds
-from router.view import Nobody, Placement, RequestView, Wait, Work, WorkerView
+from router.policy.cost import CostConfig, Predicted
+from router.policy.index import Hit
+from router.policy.keys import PromptKeys
+from router.policy.rent import Rents
+from router.policy.speeds import Speeds
+from router.policy.view import Nobody, Placement, RequestView, Wait, Work, WorkerView
 from tests.unit.policy.states import both, decode, hit, prefill, request
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from router.cost import CostConfig, Predicted
-from router.fetching import holders, offered
-from router.index import Hit
-from router.ledger import Demand, Ledger
-from router.speeds import Speeds
-from router.view import Placement, RequestView, WorkerView
+from router.policy.cost import CostConfig, Predicted
+from router.policy.fetching import holders, offered
+from router.policy.index import Hit
+from router.policy.ledger import Demand, Ledger
+from router.policy.speeds import Speeds
+from router.policy.view import Placement, RequestView, WorkerView
 from tests.unit.policy.states import decode, hit, prefill, request
 from tests.unit.policy.test_cost import Known, queued
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.hashing import page_keys, root
-from router.index import Batch, CacheEvent, Hit, Kind, PrefixIndex
-from router.keys import PromptKeys
+from router.policy.index import Batch, CacheEvent, Hit, Kind, PrefixIndex
+from router.policy.keys import PromptKeys
 
 ROOT = root(b"salt", "m", "r")
 

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.ledger import Demand, Ledger, Refusal, Short
+from router.policy.ledger import Demand, Ledger, Refusal, Short
 from tests.unit.policy.states import decode, prefill
 
 SOURCE = Demand(tokens=1000, slots=1, prefill_tokens=800, prefill_s=0.4, due=3.0)

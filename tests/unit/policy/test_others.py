@@ -7,11 +7,11 @@ import copy
 import pytest
 
 from protos.v1 import common_pb2
-from router.ledger import Demand, Ledger
-from router.others import Others
-from router.policy import Role
-from router.speeds import Speeds
-from router.view import WorkerView
+from router.policy.ledger import Demand, Ledger
+from router.policy.pairing import Role
+from router.policy.speeds import Speeds
+from router.policy.view import WorkerView
+from router.shared.others import Others
 
 
 def others(*, present: bool = True) -> Others:

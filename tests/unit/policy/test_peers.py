@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from router.index import Hit
-from router.peers import Dynamo, DynamoConfig, Sgl, SglConfig, pressure
-from router.view import Placement, WorkerView
+from router.policy.index import Hit
+from router.policy.peers import Dynamo, DynamoConfig, Sgl, SglConfig, pressure
+from router.policy.view import Placement, WorkerView
 from tests.unit.policy.states import decode, hit, prefill, request
 
 

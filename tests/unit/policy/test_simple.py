@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from router.policies import LeastLoad, PowerOfTwo, RoundRobin, SessionAffinity
-from router.view import Nobody, Placement
+from router.policy.policies import LeastLoad, PowerOfTwo, RoundRobin, SessionAffinity
+from router.policy.view import Nobody, Placement
 from tests.unit.policy.states import both, decode, prefill, request
 
 

@@ -5,8 +5,8 @@ from statistics import median
 
 import pytest
 
-from router.speeds import Accuracy, Factors, OutputLength, Regression, Speeds
-from router.trust import Trust
+from router.policy.speeds import Accuracy, Factors, OutputLength, Regression, Speeds
+from router.policy.trust import Trust
 
 
 def truth(uncached: int, cached: int) -> float:
@@ -190,8 +190,8 @@ def test_accuracy_says_how_far_predictions_are_off() -> None:
 
 
 def test_workers_that_come_and_go_under_new_names_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.speeds.MOST_KNOWN", 50)
-    monkeypatch.setattr("router.trust.MOST_KNOWN", 50)
+    monkeypatch.setattr("router.policy.speeds.MOST_KNOWN", 50)
+    monkeypatch.setattr("router.policy.trust.MOST_KNOWN", 50)
     factors, trust = Factors(), Trust()
     for number in range(500):
         factors.learn(number, 2.0, 1.0)

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from protos.v1 import common_pb2
-from router.cost import CostConfig, Predicted
-from router.trust import Trust, as_seen, sound
-from router.view import Placement
+from router.policy.cost import CostConfig, Predicted
+from router.policy.trust import Trust, as_seen, sound
+from router.policy.view import Placement
 from tests.unit.policy.states import hit, prefill, request
 from tests.unit.policy.test_cost import Known, busy_decode
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from router.admission import Ask
-from router.line import Line
-from router.tenants import Keys, Permits, Salts, Tenant
+from router.admission.admission import Ask
+from router.admission.line import Line
+from router.admission.tenants import Keys, Permits, Salts, Tenant
 from runtime.clock import FakeClock
 from runtime.config import Config
 from runtime.errors import InvalidRequest, QuotaExceeded, Saturated, Unauthenticated

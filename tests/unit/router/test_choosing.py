@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import AllRefused, Local, NoWorker, Pair, Role, WorkerState, choose, choose_decode
+from router.policy.pairing import AllRefused, Local, NoWorker, Pair, Role, WorkerState, choose, choose_decode
 
 NOBODY: frozenset[str] = frozenset()
 

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from protos.v1 import common_pb2, decode_pb2
-from router import continuity
-from router.continuity import Piece, RetryBudget, whole
+from router.dispatch import continuity
+from router.dispatch.continuity import Piece, RetryBudget, whole
 from router.params import Params
 from router.pressure import EASY_SAMPLES, Pressure, joined
-from router.progress import GOES_ON, LENGTH, Progress
+from router.text.progress import GOES_ON, LENGTH, Progress
 from runtime.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from protos.v1 import common_pb2, prefill_pb2
-from router.links import Link
 from router.pressure import Pressure
-from router.worker import PrefillService
+from router.workers.links import Link
+from router.workers.worker import PrefillService
 from runtime.errors import PdserveError, WorkerLost
 
 

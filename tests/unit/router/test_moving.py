@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from router import continuity
-from router.moving import MARGIN, REST_S, Decoder, Need, Seat, leaving, longest_silent, roomiest
-from router.policy import Role
+from router.dispatch import continuity
+from router.dispatch.moving import MARGIN, REST_S, Decoder, Need, Seat, leaving, longest_silent, roomiest
+from router.policy.pairing import Role
 from tests.unit.router.test_continuity import progress
 
 D = Decoder(

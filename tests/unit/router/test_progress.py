@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protos.v1 import common_pb2
 from router.params import Params
-from router.progress import GOES_ON, LENGTH, STOP, Progress
+from router.text.progress import GOES_ON, LENGTH, STOP, Progress
 from runtime.errors import WorkerLost
 
 END = 300

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import Ask
-from router.line import Line
-from router.quotas import IDLE_S, SPARE, Lease, Quotas, slot
-from router.tenants import Permits, Tenant
+from router.admission.admission import Ask
+from router.admission.line import Line
+from router.admission.tenants import Permits, Tenant
+from router.shared.quotas import IDLE_S, SPARE, Lease, Quotas, slot
 from runtime.clock import FakeClock
 from runtime.errors import QuotaExceeded, RegistryUnavailable
 from runtime.metrics import Metrics

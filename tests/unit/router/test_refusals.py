@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from protos.v1 import common_pb2
-from router.refusals import LONGEST_S, Refusals
+from router.policy.refusals import LONGEST_S, Refusals
 
 IDLE = common_pb2.Load(pages_free=1000)
 OTHER = common_pb2.Load(pages_free=1001)

@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
 from tokenizers import decoders as tokenizer_decoders
 from tokenizers.models import BPE
 
-from router.codec import Codec
 from router.params import Limits
-from router.template import ChatTemplate
+from router.text.codec import Codec
+from router.text.template import ChatTemplate
 from runtime.config import Config
 from runtime.errors import InvalidRequest, Unsupported
 from runtime.modelfiles import ModelFiles

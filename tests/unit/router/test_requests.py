@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import params, schema
+from router import params
+from router.api import schema
 from router.params import Limits, Params
 from runtime.config import Config
 from runtime.errors import InvalidRequest, PdserveError, Unsupported

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.v1 import worker_pb2
-from router.cache_wire import KEYS_PER_BATCH, batch_of, snapshot_of
-from router.index import Batch, CacheEvent, Export, Kind, PrefixIndex
-from router.index_log import Frames, Unreadable
-from router.line import Line
-from router.quotas import Quotas
-from router.shared_index import GROWTH_BYTES, KEEP_S, WRITER_TTL_S, SharedIndex
+from router.admission.line import Line
+from router.policy.index import Batch, CacheEvent, Export, Kind, PrefixIndex
+from router.shared.cache_wire import KEYS_PER_BATCH, batch_of, snapshot_of
+from router.shared.index import GROWTH_BYTES, KEEP_S, WRITER_TTL_S, SharedIndex
+from router.shared.index_log import Frames, Unreadable
+from router.shared.quotas import Quotas
 from runtime.clock import FakeClock
 from runtime.errors import RegistryUnavailable
 from runtime.metrics import Metrics
@@ -392,8 +392,8 @@ def test_a_reader_at_any_time_knows_what_the_writer_had_heard_at_the_last_flush(
 async def test_a_fault_of_one_turn_ends_neither_the_writer_nor_the_settling_of_limits(
     store: Flaky, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.shared_index.FLUSH_S", 0.001)
-    monkeypatch.setattr("router.quotas.IDLE_S", 0.021)
+    monkeypatch.setattr("router.shared.index.FLUSH_S", 0.001)
+    monkeypatch.setattr("router.shared.quotas.IDLE_S", 0.021)
     turns, later = 0, asyncio.Event()
 
     async def faulty() -> None:

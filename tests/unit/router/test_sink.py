@@ -8,11 +8,11 @@ import orjson
 import pytest
 
 from protos.v1 import inference_pb2
+from router.api.replies import ChatStream, Frame, write_end
+from router.api.sink import Sink
 from router.params import Params
-from router.progress import LENGTH, Delta, Finish
-from router.replies import ChatStream, Frame, write_end
 from router.request import Outcome
-from router.sink import Sink
+from router.text.progress import LENGTH, Delta, Finish
 
 
 class Transport:

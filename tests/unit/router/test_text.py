@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from router.detok import BROKEN, Detokenizer
-from router.stops import StopMatcher
+from router.text.detok import BROKEN, Detokenizer
+from router.text.stops import StopMatcher
 from runtime.modelfiles import ModelFiles
 
 

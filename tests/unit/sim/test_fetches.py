@@ -11,7 +11,7 @@ from bench.sim.experiment import FETCHES, POLICIES
 from bench.sim.profile import Profile
 from bench.sim.trace import Entry, KeyBook
 from bench.sim.world import Fleet, Outcome, World
-from router.speeds import Speeds
+from router.policy.speeds import Speeds
 from tests.unit.sim.test_world import SHIPPED, hot_prefix, profile
 
 

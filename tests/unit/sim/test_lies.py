@@ -13,8 +13,8 @@ from bench.sim.experiment import POLICIES
 from bench.sim.trace import Entry, KeyBook, TraceKeys
 from bench.sim.worker import Job, Prefilled, Worker
 from bench.sim.world import Fleet, Outcome, World
-from router.index import Batch, CacheEvent, Kind
-from router.speeds import Speeds
+from router.policy.index import Batch, CacheEvent, Kind
+from router.policy.speeds import Speeds
 from tests.unit.sim.test_world import QUIET, chats, profile
 
 OURS = ("predicted", "predicted_pairs")

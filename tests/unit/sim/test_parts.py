@@ -13,7 +13,7 @@ from bench.sim.profile import NoiseTerms, Profile, Transfer
 from bench.sim.store import Store
 from bench.sim.trace import Entry, KeyBook, load, tokens_of
 from kvtransfer.hashing import page_keys, root
-from router.index import Kind, PrefixIndex
+from router.policy.index import Kind, PrefixIndex
 from runtime.errors import InvalidRequest
 
 # --- agenda -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from bench.sim.metrics import summary
 from bench.sim.profile import Profile, find
 from bench.sim.trace import Entry, KeyBook
 from bench.sim.world import Fleet, Outcome, World
-from router.speeds import Speeds
+from router.policy.speeds import Speeds
 
 SHIPPED = {name: yaml.safe_load(find(name).read_text()) for name in ("sim-h100-8b", "sim-hybrid-48b")}
 

@@ -1,0 +1,1 @@
+"""Who waits, in which order, under which limits."""

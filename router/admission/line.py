@@ -1,0 +1,123 @@
+"""The line of requests that wait for capacity: `admission` decides the order, this wakes whoever is next.
+
+What `admission` is told of every request, waiting or not, makes the shares of tenants come out right: a request that
+found room at once is charged like one that waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from router.admission.admission import Admission, Ask, Limits
+from router.admission.admission import Config as AdmissionConfig
+from router.admission.tenants import Tenant
+from runtime.clock import Clock
+from runtime.errors import PdserveError, Saturated
+
+RETRY_AFTER_MS = 1000
+
+
+class Line:
+    """limit: requests that wait. place() is the wait itself; leaving it for any reason lets the next one look."""
+
+    def __init__(self, limit: int, clock: Clock, tenants: Iterable[Tenant] = ()) -> None:
+        self._limit = limit
+        self._clock = clock
+        limits = {
+            tenant.name: Limits(
+                weight=tenant.weight,
+                max_waiting=tenant.max_waiting,
+                tokens_per_s=tenant.tokens_per_s,
+                burst_tokens=tenant.burst_tokens or tenant.tokens_per_s,
+            )
+            for tenant in tenants
+        }
+        self._admission = Admission(AdmissionConfig(max_waiting=max(limit, 1)), limits)
+        self._turns: dict[str, asyncio.Event] = {}
+
+    def __len__(self) -> int:
+        return len(self._admission)
+
+    def check(self, ask: Ask) -> None:
+        """Raises QuotaExceeded, Saturated or DeadlineExceeded for a request that may not even wait."""
+        error = self._admission.refusal(ask, self._now())
+        if error is not None:
+            raise error
+
+    def passed(self, ask: Ask) -> None:
+        """It found room without waiting."""
+        try:
+            self._admission.enter(ask, self._now())
+        except PdserveError:  # its tenant's bucket ran dry while it was placed: it is placed all the same
+            return
+        self._admission.start(ask.request_id, self._now())
+
+    @asynccontextmanager
+    async def place(self, ask: Ask) -> AsyncIterator[Place]:
+        """Raises Saturated(reason="queue_full") and what check() raises."""
+        if not self._limit:
+            raise Saturated(
+                "too many requests wait already", reason="queue_full", limit="0 requests", retry_after_ms=RETRY_AFTER_MS
+            )
+        self._admission.enter(ask, self._now())
+        turn = self._turns[ask.request_id] = asyncio.Event()
+        place = Place(self, ask.request_id, turn)
+        self._call_next()
+        try:
+            yield place
+        finally:
+            del self._turns[ask.request_id]
+            self._admission.leave(ask.request_id)
+            self._call_next()
+
+    def is_next(self, request_id: str) -> bool:
+        head = self._admission.head(self._now())
+        return head is not None and head.request_id == request_id
+
+    def placed(self, request_id: str) -> None:
+        self._admission.start(request_id, self._now())
+
+    def over(self, request_id: str, *, prefill_s: float = 0.0, moved: float = 0.0, token_seconds: float = 0.0) -> None:
+        """The request has ended, having used so much. Idempotent."""
+        self._admission.used(request_id, prefill_s=prefill_s, moved=moved, token_seconds=token_seconds)
+        self._admission.over(request_id)
+
+    # the tenants' token buckets, which routers share: see quotas
+
+    def take_spent(self) -> dict[str, int]:
+        return self._admission.take_spent()
+
+    def spent_elsewhere(self, tenant: str, tokens: int) -> None:
+        self._admission.spent_elsewhere(tenant, tokens, self._now())
+
+    def limit_to(self, tenant: str, share: float) -> None:
+        self._admission.limit_to(tenant, share)
+
+    def _call_next(self) -> None:
+        head = self._admission.head(self._now())
+        if head is not None and head.request_id in self._turns:
+            self._turns[head.request_id].set()
+
+    def _now(self) -> float:
+        return self._clock.monotonic()
+
+
+class Place:
+    """Somebody's place in the line."""
+
+    def __init__(self, line: Line, request_id: str, turn: asyncio.Event) -> None:
+        self._line = line
+        self._request_id = request_id
+        self._turn = turn
+
+    async def turn(self) -> None:
+        """Return when it is next. Somebody more urgent may come before it is placed: ask again before every look."""
+        while not self._line.is_next(self._request_id):
+            self._turn.clear()
+            await self._turn.wait()
+
+    def taken(self) -> None:
+        """It has found room."""
+        self._line.placed(self._request_id)

@@ -1,0 +1,1 @@
+"""The faces: OpenAI's HTTP and gRPC, one front behind both."""

@@ -1,0 +1,415 @@
+"""The HTTP face: OpenAI's endpoints and the operator's, over aiohttp.web.
+
+Every route but health asks for a key when keys are configured, unknown routes included. Every error has the same small
+JSON body, `x-pd-reason` and `x-request-id`. A client's own request id is a label in logs; the id is always ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import orjson
+import structlog
+from aiohttp import web
+
+from router.admission.tenants import Tenant
+from router.api import answer, entity, replies, schema, shapes
+from router.api.cors import Cors
+from router.api.front import Call, Front, Prepared
+from router.api.replies import ChatStream, Collected, CompletionStream, EchoedPrompt, Frame
+from router.api.sink import KeepAlive, Sink
+from router.params import Params
+from router.request import Outcome, Reply
+from router.stats import Record
+from runtime.errors import Cancelled, Draining, InvalidRequest, NotFound, PayloadTooLarge, PdserveError, Unsupported
+from runtime.health import Health, Report
+from runtime.ids import new_request_id
+from runtime.metrics import CONTENT_TYPE, Metrics
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+LABEL_HEADER = "x-request-id"
+SESSION_HEADER = "x-session-id"
+REASON_HEADER = "x-pd-reason"
+MAX_LABEL = 128
+
+_log = structlog.get_logger("pdserve.router.http")
+REQUEST_ID = web.RequestKey("request_id", str)
+TENANT = web.RequestKey("tenant", Tenant)
+
+
+class HttpFace:
+    """Handlers over one Front. app() is what the server runs; admin_app() the operator's routes alone."""
+
+    def __init__(
+        self, front: Front, health: Health, metrics: Metrics, observe: Callable[[], None], defaults: Params
+    ) -> None:
+        self._front = front
+        self._health = health
+        self._metrics = metrics
+        self._observe = observe
+        self._defaults = defaults
+        self._created = int(front.clock.wall())
+        self._cors = Cors(front.config.cors_origins)
+
+    def app(self, *, with_metrics: bool = True) -> web.Application:
+        app = web.Application(middlewares=[self._middleware()], client_max_size=self._front.config.max_body_bytes)
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/chat/completions/render", self.render_chat),
+            ("POST", "/v1/completions/render", self.render_completion),
+            ("POST", "/v1/chat/completions/derender", self.derender_chat),
+            ("POST", "/v1/completions/derender", self.derender_completion),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model:.+}", self.model),
+            ("GET", "/health/live", self.live),
+            ("GET", "/health/ready", self.ready),
+        ]
+        if with_metrics:
+            routes.append(("GET", "/metrics", self.metrics))
+        for method, path, handler in routes:
+            app.router.add_route(method, path, handler)
+        return app
+
+    def direct(self) -> dict[tuple[str, str], Handler]:
+        """The generating endpoints with everything around them, for a server that needs no router."""
+        around = self._middleware()
+
+        def wrapped(handler: Handler) -> Handler:
+            async def handle(request: web.Request) -> web.StreamResponse:
+                response: web.StreamResponse = await around(request, handler)
+                return response
+
+            return handle
+
+        return {
+            ("POST", "/v1/chat/completions"): wrapped(self.chat),
+            ("POST", "/v1/completions"): wrapped(self.completions),
+        }
+
+    def admin_app(self) -> web.Application:
+        app = web.Application(middlewares=[self._middleware()])
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/health/live", self.live)
+        app.router.add_get("/health/ready", self.ready)
+        return app
+
+    # generation
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
+            body = await self._parsed(request, schema.ChatBody)
+            chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
+            params = schema.params_of(body, self._defaults)
+            call = self._call(request, record, [chat], params, body.model, "messages", body.user)
+            await self._front.permits.gather(call.tenant, 1)
+            with self._front.permits.hold(call.tenant, 1):
+                prepared = await self._front.prepare(call)
+                frame = self._frame("chatcmpl", call, body.include_usage)
+                if params.stream:
+                    return await self._stream(request, record, prepared, frame, ChatStream)
+                collected = Collected(params.n)
+                record.completed(await self._front.generate(prepared, [collected]))
+                return self._answer(request, replies.chat_body(frame, collected, record.outcomes))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
+            body = await self._parsed(request, schema.CompletionBody)
+            prompts = schema.prompts_of(body.prompt, self._front.limits)
+            params = schema.params_of(body, self._defaults)
+            call = self._call(request, record, prompts, params, body.model, "prompt", body.user)
+            await self._front.permits.gather(call.tenant, len(prompts))
+            with self._front.permits.hold(call.tenant, len(prompts)):
+                prepared = await self._front.prepare(call)
+                pairs = zip(prompts, prepared.works, strict=True)
+                echoes = [await self._echo(prompt, work.tokens, params) for prompt, work in pairs]
+                frame = self._frame("cmpl", call, body.include_usage)
+                if params.stream:
+                    return await self._stream(request, record, prepared, frame, CompletionStream, echoes)
+                collected = [Collected(params.n) for _ in prepared.works]
+                record.completed(await self._front.generate(prepared, collected))
+                return self._answer(request, replies.completion_body(frame, collected, echoes, record.outcomes))
+
+    async def _echo(self, prompt: Any, tokens: Sequence[int], params: Params) -> EchoedPrompt:
+        if not params.echo:
+            return EchoedPrompt()
+        text = (
+            prompt
+            if isinstance(prompt, str)
+            else await self._front.codec.decode_long(tokens, skip_special=params.skip_special)
+        )
+        return EchoedPrompt(text, tuple(tokens))
+
+    def _call(
+        self,
+        request: web.Request,
+        record: Record,
+        prompts: Sequence[Any],
+        params: Params,
+        model: str | None,
+        name: str,
+        user: str,
+    ) -> Call:
+        if self._front.draining:
+            raise Draining("the router is shutting down", retry_after_ms=1000)
+        record.label = (request.headers.get(LABEL_HEADER, "") or user)[:MAX_LABEL]
+        return Call(
+            prompts=prompts,
+            params=params,
+            model=model,
+            field=name,
+            traceparent=request.headers.get("traceparent", ""),
+            session=(request.headers.get(SESSION_HEADER, "") or params.retention.session or user)[:MAX_LABEL],
+            tenant=request[TENANT],
+            request_id=request[REQUEST_ID],
+        )
+
+    async def _parsed(self, request: web.Request, kind: type[schema.B]) -> schema.B:
+        return schema.parse(await entity.read(request, self._front.config.max_body_bytes), kind)
+
+    def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not answer.plain(request):
+            return _json(body)
+        headers = {LABEL_HEADER: request[REQUEST_ID]} | self._cors.answer(request.headers)
+        return answer.Whole(request, orjson.dumps(body), headers)
+
+    def _frame(self, prefix: str, call: Call, include_usage: bool) -> Frame:
+        return Frame(
+            id=f"{prefix}-{call.request_id}",
+            created=int(self._front.clock.wall()),
+            model=self._front.model,
+            params=call.params,
+            codec=self._front.codec,
+            include_usage=include_usage,
+        )
+
+    async def _stream(
+        self,
+        request: web.Request,
+        record: Record,
+        prepared: Prepared,
+        frame: Frame,
+        kind: type[ChatStream] | type[CompletionStream],
+        echoes: Sequence[EchoedPrompt] = (),
+    ) -> web.StreamResponse:
+        run: asyncio.Task[list[Outcome]]
+        sink = Sink(self._front.config.stream_buffer_bytes, lambda: self._slow(run))
+        made: list[Reply] = [
+            ChatStream(frame, sink)
+            if kind is ChatStream
+            else CompletionStream(frame, sink, place * frame.params.n, echoes[place])
+            for place in range(len(prepared.works))
+        ]
+        run = asyncio.create_task(self._front.generate(prepared, made))
+        with KeepAlive(sink, self._front.config.sse_keepalive_s) as alive:
+            try:
+                run.add_done_callback(lambda _: sink.want())
+                await sink.wanted
+                if run.done() and not sink.waits:
+                    run.result()  # an error before the first byte still has its status
+                await sink.open(request, {LABEL_HEADER: record.request_id} | self._cors.answer(request.headers))
+                alive.opened()
+                outcomes = await run
+            except PdserveError as error:
+                if not sink.opened:
+                    raise
+                record.failed(error)
+                sink.write(b"data: " + orjson.dumps(shapes.error_body(error)) + b"\n\n")
+                return await sink.finish()
+            except asyncio.CancelledError:
+                if sink.slow and run.cancelled():  # it was cut off, not gone by itself
+                    record.failed(Cancelled("the client reads too slowly", reason="slow_client"))
+                    raise ConnectionResetError("the client reads too slowly") from None
+                raise
+            except Exception as exc:
+                if not sink.opened or isinstance(exc, ConnectionError):
+                    raise
+                record.failed(_known(exc))
+                sink.write(b"data: " + orjson.dumps(shapes.error_body(_known(exc))) + b"\n\n")
+                return await sink.finish()
+            finally:
+                await _ended(run)
+        record.completed(outcomes)
+        replies.write_end(frame, kind.kind, sink, record.outcomes)
+        return await sink.finish()
+
+    def _slow(self, run: asyncio.Task[list[Outcome]]) -> None:
+        self._front.stats.slow_client()
+        run.cancel()
+
+    # text and tokens
+
+    async def render_chat(self, request: web.Request) -> web.Response:
+        body = await self._parsed(request, schema.RenderChatBody)
+        self._front.check_model(body.model)
+        chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
+        rendered = await self._front.render(chat)
+        return _json({"model": self._front.model, "prompt": rendered.text, "token_ids": rendered.tokens})
+
+    async def render_completion(self, request: web.Request) -> web.Response:
+        body = await self._parsed(request, schema.RenderCompletionBody)
+        self._front.check_model(body.model)
+        prompts = schema.prompts_of(body.prompt, self._front.limits)
+        tokens = [await self._front.tokens(prompt, "prompt") for prompt in prompts]
+        return _json({"model": self._front.model, "prompts": [{"token_ids": ids} for ids in tokens]})
+
+    async def derender_chat(self, request: web.Request) -> web.Response:
+        text = await self._derendered(request)
+        return _json({"message": {"role": "assistant", "content": text}})
+
+    async def derender_completion(self, request: web.Request) -> web.Response:
+        return _json({"text": await self._derendered(request)})
+
+    async def _derendered(self, request: web.Request) -> str:
+        body = await self._parsed(request, schema.DerenderBody)
+        self._front.check_model(body.model)
+        return await self._text("token_ids", body.token_ids, skip=body.skip_special_tokens)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        front = self._front
+        body = await self._parsed(request, schema.TokenizeBody)
+        front.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages", field="prompt")
+        if body.prompt is not None:
+            tokens = await front.codec.encode(body.prompt, add_special=body.add_special_tokens, field="prompt")
+        else:
+            chat = schema.chat_of(body.messages or [], body.add_generation_prompt, front.limits)
+            tokens = (await front.render(chat)).tokens
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": front.limits.context, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [shapes.token_name(front.codec, token) for token in tokens]
+        return _json(answer)
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = await self._parsed(request, schema.DetokenizeBody)
+        self._front.check_model(body.model)
+        return _json({"prompt": await self._text("tokens", body.tokens, skip=body.skip_special_tokens)})
+
+    async def _text(self, name: str, given: Any, *, skip: bool) -> str:
+        tokens = [] if given == [] else schema.token_list(given, name, self._front.limits)
+        return await self._front.codec.decode_long(tokens, skip_special=skip)
+
+    # operation
+
+    async def models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        self._front.check_model(request.match_info["model"])
+        return _json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._front.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pdserve",
+            "max_model_len": self._front.limits.context,
+        }
+
+    async def live(self, request: web.Request) -> web.Response:
+        return _health(self._health.live())
+
+    async def ready(self, request: web.Request) -> web.Response:
+        return _health(self._health.ready())
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        self._observe()
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    # around every request
+
+    def _middleware(self) -> Any:
+        @web.middleware
+        async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
+            request_id = new_request_id()
+            request[REQUEST_ID] = request_id
+            try:
+                if request.method == "OPTIONS":  # a browser asks before it shows its key
+                    return web.Response(status=204, headers=self._cors.preflight(request.headers))
+                if request.path not in OPEN_PATHS:
+                    request[TENANT] = self._front.keys.tenant(request.headers.get("Authorization", ""))
+                response = await handler(request)
+            except web.HTTPException as exc:
+                response = self._failed(_http_error(exc, self._front.config.max_body_bytes), exc.headers.get("Allow"))
+            except PdserveError as error:
+                response = self._failed(error)
+            except ConnectionError:
+                raise
+            except Exception as exc:  # noqa: BLE001  the RPC boundary
+                _log.error("handler_failed", path=request.path[:64], exc_info=exc)
+                response = self._failed(PdserveError("internal error"))
+            if not response.prepared:
+                response.headers.setdefault(LABEL_HEADER, request_id)
+                response.headers.setdefault("Server", "pdserve")
+                response.headers.update(self._cors.answer(request.headers))
+            return response
+
+        return around
+
+    def _failed(self, error: PdserveError, allow: str | None = None) -> web.Response:
+        self._front.stats.refused(error)
+        response = _json(shapes.error_body(error), status=_status(error))
+        response.headers[REASON_HEADER] = error.reason
+        if error.retry_after_ms or error.row.retryable:
+            response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+        if response.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        if allow:
+            response.headers["Allow"] = allow
+        if error.reason == entity.MALFORMED:  # nobody can tell where the next request begins
+            response.force_close()
+        return response
+
+
+async def _ended(run: asyncio.Task[list[Outcome]]) -> None:
+    """However the handler leaves, what it started is over."""
+    if not run.done():
+        run.cancel()
+        await asyncio.wait((run,))
+    if not run.cancelled():
+        run.exception()
+
+
+def _status(error: PdserveError) -> int:
+    return _STATUS.get(error.reason, error.row.http_status)
+
+
+_STATUS = {"method_not_allowed": 405, "request_timeout": 408, "unsupported_media_type": 415}
+
+
+def _http_error(exc: web.HTTPException, max_body: int) -> PdserveError:
+    """aiohttp's own refusals in our shape."""
+    if exc.status == 413:
+        return PayloadTooLarge("the body is too large", field="body", limit=f"{max_body} bytes")
+    if exc.status == 404:
+        return NotFound("there is no such path", reason="unknown_path")
+    if exc.status == 405:
+        return InvalidRequest("the method is not allowed here", reason="method_not_allowed", field="method")
+    if exc.status == 415:
+        return Unsupported("the content type is not supported", field="content-type")
+    return InvalidRequest("the request is malformed", field="body")
+
+
+def _known(error: BaseException) -> PdserveError:
+    if isinstance(error, PdserveError):
+        return error
+    _log.error("stream_failed", exc_info=error)
+    return PdserveError("internal error")
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def _health(report: Report) -> web.Response:
+    status = "ok" if report.ok else "unavailable"
+    return _json({"status": status, "failing": list(report.failing)}, status=200 if report.ok else 503)

@@ -1,0 +1,1 @@
+"""A request's way through the fleet: reserved, prefilled, handed off, decoded, moved, continued."""

@@ -1,0 +1,1 @@
+"""Where a request goes: pure functions over plain state, with a clock."""

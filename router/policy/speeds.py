@@ -1,0 +1,274 @@
+"""How fast the workers are, learned from what they report, never from a profile.
+
+Three questions: how long does a prefill take, how long a decode step, how long a transfer. Each is answered by one
+small regression over the whole fleet (what the model costs) times a factor per worker or path (what this machine makes
+of it): the shape is learned from everybody's reports, so a new worker is predicted well after a few of its own.
+
+Reports are noisy and sometimes stalled. The regression minimises relative error and its residuals are clipped, so one
+report six times too long moves little; it forgets slowly, so a fleet that changes is followed. What it begins with is
+the shape of a cost, not its size: the first report says whether this is a GPU or a laptop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from router.policy.trust import Trust
+
+CLIP = 0.5
+"""Largest relative residual one report may count with, or SCATTER times what residuals are of late, if that is more:
+then they are no outliers, and the fleet is unlike what is thought of it."""
+
+SCATTER = 3.0
+
+CHANGE = 3.0
+"""Of log(observed / expected), once a machine is known to have changed."""
+
+FIRST = 20
+"""Reports after which the regression is taken to know something: before that one is weighted by the larger of what was
+expected and what came, so that neither an expectation far too low nor a stall counts many times."""
+
+
+NOISE = 0.05
+"""Variance of one report's relative error, roughly: what a report is trusted."""
+
+FLOOR = 0.01
+"""No term becomes less than this share of its prior: a cost is never zero, let alone negative."""
+
+
+MOST_KNOWN = 20_000
+"""Machines and paths between them: of more, those that were met first are forgotten. Workers come with new names."""
+
+
+class Regression:
+    """Recursive least squares with forgetting over positive physical features.
+
+    prior: positive coefficients to start from. Their common size is taken from the first report; to each other they are
+    good to a factor of 1 + spread. forgetting: weight kept per report.
+    """
+
+    def __init__(self, prior: Sequence[float], forgetting: float = 0.998, spread: float = 2.0) -> None:
+        self._prior = np.asarray(prior, dtype=float)
+        self._theta = np.ones(len(prior))  # in units of the prior
+        self._cov = np.eye(len(prior)) * spread**2
+        self._keep = forgetting
+        self._scatter = 1.0  # of relative residuals
+        self._trace = float(np.trace(self._cov))
+        self.count = 0
+        self.coefficients: tuple[float, ...] = tuple(prior)
+
+    def predict(self, features: Sequence[float]) -> float:
+        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
+
+    def learn(self, features: Sequence[float], observed: float) -> None:
+        """One report. Weighted by its own size, so that short and long ones count alike."""
+        expected = self.predict(features)
+        if observed <= 0 or expected <= 0:
+            return
+        if not self.count:
+            self._prior = self._prior * (observed / expected)
+            expected = observed
+        weight = 1.0 / (max(expected, observed) if self.count < FIRST else expected)
+        row = np.asarray(features, dtype=float) * self._prior * weight
+        error = (observed - expected) * weight
+        self._scatter += 0.1 * (min(abs(error), 4.0) - self._scatter)
+        clip = max(CLIP, SCATTER * self._scatter)
+        error = min(max(error, -clip), clip)
+        gain = self._cov @ row
+        denominator = NOISE + float(row @ gain)
+        self._theta = np.maximum(self._theta + gain / denominator * error, FLOOR)
+        self._cov = self._cov - np.outer(gain, gain) / denominator
+        if float(np.trace(self._cov)) < self._trace:  # forgetting must not wind up while nothing new is told
+            self._cov /= self._keep
+        self.count += 1
+        self.coefficients = tuple(float(value) for value in self._theta * self._prior)
+
+    def scale(self, factor: float) -> None:
+        """All of it is `factor` times as much."""
+        self._theta = np.maximum(self._theta * factor, FLOOR)
+        self.coefficients = tuple(float(value) for value in self._theta * self._prior)
+
+
+class Factors:
+    """What each machine (or path) makes of the fleet's figure: a clipped running mean of log(observed / expected).
+
+    Taken relative to their common mean, which belongs to the fleet's figure: otherwise a regression that is too low and
+    factors that are too high would chase each other. When one machine moves the mean, the fleet's figure has to move
+    with it, or all others would seem to have changed. A new one begins as the mean, factor 1."""
+
+    def __init__(self, floor_rate: float = 0.04) -> None:
+        self._floor_rate = floor_rate
+        self._logs: dict[Hashable, float] = {}
+        self._counts: dict[Hashable, int] = {}
+        self._drifts: dict[Hashable, float] = {}
+        self._sum = 0.0
+
+    def of(self, key: Hashable) -> float:
+        log = self._logs.get(key)
+        return 1.0 if log is None else math.exp(log - self._sum / len(self._logs))
+
+    def learn(self, key: Hashable, observed: float, expected: float) -> float:
+        """expected: without any factor. Returns what the fleet's figure is to be multiplied with."""
+        if observed <= 0 or expected <= 0:
+            return 1.0
+        if key not in self._logs:
+            if len(self._logs) >= MOST_KNOWN:
+                self._forget(next(iter(self._logs)))
+            self._logs[key] = self._sum / len(self._logs) if self._logs else 0.0
+            self._counts[key] = 0
+            self._drifts[key] = 0.0
+            self._sum += self._logs[key]
+        mean = self._sum / len(self._logs)
+        residual = math.log(observed / expected) - (self._logs[key] - mean)
+        clip = CLIP if not self._changed(key, residual) else CHANGE
+        count = self._counts[key] = self._counts[key] + 1
+        rate = max(1.0 / (count + 3), self._floor_rate)
+        step = rate * min(max(residual, -clip), clip)
+        self._logs[key] += step
+        self._sum += step
+        return math.exp(step / len(self._logs))
+
+    def _forget(self, key: Hashable) -> None:
+        self._sum -= self._logs.pop(key)
+        del self._counts[key], self._drifts[key]
+
+    def _changed(self, key: Hashable, residual: float) -> bool:
+        """Whether the last few reports were all far off to the same side: the machine is another one than it was, and
+        what was learned of it is worth little."""
+        self._drifts[key] += 0.3 * (min(max(residual, -CLIP), CLIP) - self._drifts[key])
+        if abs(self._drifts[key]) < 0.6 * CLIP:
+            return False
+        self._counts[key] = 0
+        return True
+
+
+@dataclass(slots=True)
+class Accuracy:
+    """Relative error of predictions: a running median (by signed steps) and a running mean."""
+
+    median: float = 0.15
+    mean: float = 0.15
+    count: int = 0
+
+    def learn(self, predicted: float, observed: float) -> None:
+        if observed <= 0:
+            return
+        error = abs(predicted - observed) / observed
+        self.count += 1
+        rate = max(1.0 / self.count, 0.01)
+        self.mean += rate * (min(error, 5.0) - self.mean)
+        self.median += 0.01 * (1 if error > self.median else -1)
+        self.median = max(self.median, 0.0)
+
+
+@dataclass(slots=True)
+class OutputLength:
+    """Expected output tokens: what similar prompts of this router produced, never more than was allowed.
+
+    By size class of the prompt (powers of two), shrunk towards the mean of all while a class is young."""
+
+    mean: float = 256.0
+    count: int = 0
+    classes: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def expect(self, prompt_tokens: int, max_tokens: int) -> float:
+        mean, count = self.classes.get(prompt_tokens.bit_length(), (self.mean, 0))
+        blended = (mean * count + self.mean * 20) / (count + 20)
+        return max(min(blended, float(max_tokens)), 1.0) if max_tokens > 0 else max(blended, 1.0)
+
+    def learn(self, prompt_tokens: int, output_tokens: int) -> None:
+        self.count += 1
+        self.mean += max(1.0 / (self.count + 1), 0.01) * (output_tokens - self.mean)
+        key = prompt_tokens.bit_length()
+        mean, count = self.classes.get(key, (float(output_tokens), 0))
+        self.classes[key] = (mean + max(1.0 / (count + 1), 0.01) * (output_tokens - mean), count + 1)
+
+
+class Speeds:
+    """All of one router's calibrations. Times in seconds, sizes in tokens and bytes; workers by id."""
+
+    def __init__(self) -> None:
+        # 1, uncached tokens, uncached tokens x their mean context, uncached tokens x the step they ride on
+        self._prefill = Regression((0.01, 5e-5, 5e-10, 2e-4))
+        # 1, requests in the step, their context tokens
+        self._step = Regression((0.01, 5e-5, 1e-8))
+        self._transfer = Regression((0.001, 1e-10))
+        self._load = Regression((0.001, 1e-10))
+        # beside the transfer itself, a fetch of a cached prefix: 1, bytes (asking, room, checksums at both ends);
+        # hopeful, since only what is tried becomes known
+        self._fetch = Regression((0.005, 2e-11))
+        self._prefill_of = Factors()
+        self._step_of = Factors()
+        self._path = Factors(0.1)
+        self.trust = Trust()
+        self._fetch_trust = Trust()  # by path: the share of fetches that brought what was planned
+        self.output = OutputLength()
+        self.ttft_error = Accuracy()
+
+    # --- prefill ------------------------------------------------------------------------------------------------
+
+    def prefill_s(self, worker: str, uncached: int, cached: int, step_s: float = 0.0) -> float:
+        """Computing `uncached` tokens that follow `cached` ones. step_s: the decode step they share, 0 = none."""
+        fixed, token, context, mixed = self._prefill.coefficients
+        seconds = fixed + uncached * (token + context * (cached + 0.5 * uncached) + mixed * step_s)
+        return seconds * self._prefill_of.of(worker)
+
+    def learn_prefill(self, worker: str, uncached: int, cached: int, seconds: float, step_s: float = 0.0) -> None:
+        features = (1.0, float(uncached), uncached * (cached + 0.5 * uncached), uncached * step_s)
+        self._prefill.scale(self._prefill_of.learn(worker, seconds, self._prefill.predict(features)))
+        self._prefill.learn(features, seconds / self._prefill_of.of(worker))
+
+    # --- decode -------------------------------------------------------------------------------------------------
+
+    def step_s(self, worker: str, batch: float, context: float) -> float:
+        """One decode step of `batch` requests that hold `context` tokens in all."""
+        fixed, request, token = self._step.coefficients
+        seconds = fixed + request * batch + token * context
+        return seconds * self._step_of.of(worker)
+
+    def learn_step(self, worker: str, batch: float, context: float, seconds: float) -> None:
+        features = (1.0, batch, context)
+        self._step.scale(self._step_of.learn(worker, seconds, self._step.predict(features)))
+        self._step.learn(features, seconds / self._step_of.of(worker))
+
+    # --- transfer -----------------------------------------------------------------------------------------------
+
+    def transfer_s(self, source: str, target: str, size: float, flows: int = 0) -> float:
+        """`size` bytes from source to target while `flows` other transfers share the way."""
+        setup, byte = self._transfer.coefficients
+        return (setup + byte * size * (1 + flows)) * self._path.of((source, target))
+
+    def learn_transfer(self, source: str, target: str, size: float, seconds: float, flows: int = 0) -> None:
+        features = (1.0, size * (1 + flows))
+        path = (source, target)
+        self._transfer.scale(self._path.learn(path, seconds, self._transfer.predict(features)))
+        self._transfer.learn(features, seconds / self._path.of(path))
+
+    def fetch_s(self, source: str, target: str, size: float, flows: int = 0) -> float:
+        """Bringing `size` bytes of a cached prefix from source to target, from the question to the last checksum."""
+        return self._fetch.predict((1.0, size)) + self.transfer_s(source, target, size, flows)
+
+    def learn_fetch(self, source: str, target: str, size: float, moved_s: float, seconds: float) -> None:
+        """seconds: in all, of which the transfer took moved_s."""
+        self.learn_transfer(source, target, size, moved_s)
+        self._fetch.learn((1.0, size), seconds - moved_s)
+        self._fetch_trust.learn(f"{source} {target}", 1, 1)
+
+    def missed_fetch(self, source: str, target: str) -> None:
+        """A fetch brought nothing: it was not there, there was no room, or it took too long."""
+        self._fetch_trust.learn(f"{source} {target}", 1, 0)
+
+    def fetch_trust(self, source: str, target: str) -> float:
+        """What a planned fetch is worth: 1 until it is known."""
+        return self._fetch_trust.of(f"{source} {target}")
+
+    def load_s(self, size: float) -> float:
+        """Promoting `size` bytes from host memory or disk."""
+        return self._load.predict((1.0, size)) if size > 0 else 0.0
+
+    def learn_load(self, size: float, seconds: float) -> None:
+        self._load.learn((1.0, size), seconds)

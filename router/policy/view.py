@@ -1,0 +1,183 @@
+"""Plain state a decision is made from: the workers as this router sees and books them, and one request.
+
+A WorkerView is facts (what the worker said of itself) and an account (what the ledger has promised it and not yet got
+back). The ledger writes the account; policies only read. Nothing here does I/O or looks at a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.policy.index import NO_HIT, Hit
+from router.policy.keys import Keys
+from router.policy.pairing import Role
+
+Key = tuple[str, int]
+"""(request id, attempt)"""
+
+
+@dataclass(slots=True)
+class Work:
+    """One prompt a worker has accepted and not answered. seconds: predicted. order: due time, then arrival."""
+
+    seconds: float
+    tokens: int
+    order: tuple[float, int]
+
+
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """bit: its place in the index. Capacity in tokens and slots; 0 = unknown, not limited. group: whoever shares it may
+    exchange pages. bytes_per_token and state_bytes: what a hand-off from here moves."""
+
+    worker_id: str
+    role: Role
+    bit: int = 0
+    group: str = ""
+    usable: bool = True
+    max_model_len: int = 1 << 40
+    kv_tokens: int = 0
+    slots: int = 0
+    max_batch: int = 0
+    bytes_per_token: float = 0.0
+    state_bytes: float = 0.0
+    # account: prefill
+    work: dict[Key, Work] = field(default_factory=dict)
+    head_since: float = 0.0  # when the work that runs now began, as far as we know
+    prefill_tokens: int = 0  # uncached tokens of `work`
+    # account: decode
+    decoding: int = 0  # requests placed here for decoding, arrived or not
+    landing: int = 0  # of these, hand-offs on their way
+    context_tokens: int = 0  # tokens they hold
+    held_tokens: int = 0  # tokens reserved: prompt, headroom and staging
+    held_slots: int = 0
+    flows: int = 0  # transfers out of or into this worker now
+    fetches: int = 0  # prefixes it may read from others, and give to others, at once; 0 = it does not
+    fetching: int = 0  # prefixes it was told to read and has not read yet
+    serving: int = 0  # prefixes others were told to read from it
+    served: int = 0  # requests ever sent here
+    mixed_s: float = 0.0  # seconds of prefill booked beside decoding, decaying; as of `mixed_at`
+    mixed_at: float = 0.0
+
+    def queue_s(self, now: float) -> float:
+        """Predicted seconds until everything accepted here is prefilled. The one that runs counts less as it ages, but
+        never as over: it is late, not done. And what is late by some time is expected to take as long again, so that a
+        worker that has stopped, or knows less than it says, is avoided before any timer of ours runs out."""
+        if not self.work:
+            return 0.0
+        total = sum(work.seconds for work in self.work.values())
+        head = next(iter(self.work.values())).seconds
+        age = now - self.head_since
+        return total - head + max(head - age, 0.1 * head, age - head)
+
+    def mixed_share(self, now: float, window_s: float) -> float:
+        """Share of the last `window_s` spent on prompts beside decoding."""
+        if not self.mixed_s:
+            return 0.0
+        return self.mixed_s * math.exp((self.mixed_at - now) / window_s) / window_s
+
+    def mix(self, seconds: float, now: float, window_s: float = 5.0) -> None:
+        """Book `seconds` of prefill on a decode worker."""
+        self.mixed_s = self.mixed_share(now, window_s) * window_s + seconds
+        self.mixed_at = now
+
+    def room_tokens(self) -> int:
+        """Tokens that can still be reserved."""
+        return self.kv_tokens - self.held_tokens if self.kv_tokens else 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """expected_output: an estimate. ttft_goal_s and tpot_goal_s: the objective; 0 = none. hits: bit -> hit."""
+
+    request_id: str
+    tokens: int
+    arrived: float
+    expected_output: float = 256.0
+    hits: dict[int, Hit] = field(default_factory=dict)
+    expected_hits: dict[int, Hit] = field(default_factory=dict)
+    keys: Keys | None = None
+    ttft_goal_s: float = 0.0
+    tpot_goal_s: float = 0.0
+    session: str = ""
+    waited_s: float = 0.0
+
+    def hit(self, worker: WorkerView) -> Hit:
+        return self.hits.get(worker.bit, NO_HIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Predicted seconds, by part; what the operator is shown beside what was observed. step_s: of the decode steps that
+    the prompt's chunks share, 0 = none. said_tokens: what its worker was said to have of it, 0 = does not matter."""
+
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    admit_s: float = 0.0
+    tpot_s: float = 0.0
+    cached_tokens: int = 0
+    fetch_s: float = 0.0
+    step_s: float = 0.0
+    said_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """A prefix is fetched while the prompt waits."""
+        return max(self.queue_s, self.fetch_s) + self.load_s + self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring the prompt's first `tokens` tokens from this worker first, which is predicted to take `seconds`. budget_s:
+    after this long computing them would have been sooner."""
+
+    source: str
+    tokens: int
+    seconds: float
+    budget_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Send it there. prefill == decode: both on one worker, nothing is transferred (`local`). fetch: a prefix to bring
+    to the worker that prefills."""
+
+    prefill: str
+    decode: str
+    forecast: Forecast = Forecast()
+    cost: float = 0.0
+    fetch: Fetch | None = None
+
+    @property
+    def local(self) -> bool:
+        return self.prefill == self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Better to wait than to be placed now: look again when something changes, at the latest after `seconds`."""
+
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Nobody:
+    """No worker can ever take it as the fleet is; `reason` as in `runtime.errors` ("no_prefill_worker")."""
+
+    reason: str
+
+
+Decision = Placement | Wait | Nobody
+
+
+def split(workers: Sequence[WorkerView], need: int) -> tuple[list[WorkerView], list[WorkerView]]:
+    """The filter every policy begins with: usable workers whose context holds `need` tokens, by what they may do."""
+    fit = [worker for worker in workers if worker.usable and worker.max_model_len >= need]
+    prefills = [worker for worker in fit if worker.role is not Role.DECODE]
+    decodes = [worker for worker in fit if worker.role is not Role.PREFILL]
+    return prefills, decodes

@@ -1,0 +1,1 @@
+"""What several routers have in common, and how they tell each other."""

@@ -1,0 +1,1 @@
+"""Templates, tokens and the text they become."""

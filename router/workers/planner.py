@@ -1,0 +1,348 @@
+"""The chosen policy over the live fleet: views and bookings kept current, speeds learned, caches listened to.
+
+The pure parts (index, speeds, ledger, policies) know no workers, tasks or protobuf; this is the thin shell around them.
+What a policy decides on is this router's own account of its workers, corrected by what they report; a wrong entry
+costs time and never correctness, since the worker's own answer to Reserve is the truth.
+
+`least_load`, the default, looks at what workers report of themselves and needs nothing of this: it stays in `policy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import grpc
+import structlog
+
+from kvtransfer.hashing import root
+from protos.v1 import common_pb2, kvsource_pb2
+from router.policy import pairing
+from router.policy.cost import Predicted
+from router.policy.index import NO_HIT, PrefixIndex
+from router.policy.keys import PromptKeys
+from router.policy.ledger import Demand, Ledger
+from router.policy.pairing import Role
+from router.policy.peers import Dynamo, Sgl
+from router.policy.policies import Policy, PowerOfTwo, RoundRobin, SessionAffinity
+from router.policy.speeds import Speeds
+from router.policy.trust import as_seen
+from router.policy.view import Forecast, Key, Nobody, Placement, RequestView, Wait, WorkerView
+from router.request import Work
+from router.shared.cache_wire import batch_of
+from router.shared.index import SharedIndex
+from router.shared.others import Others
+from router.workers.worker import Worker
+from runtime.clock import Clock
+from runtime.config import Config
+from runtime.errors import PdserveError
+from runtime.metrics import Metrics
+
+RETRY_S = 0.5
+LISTENING = frozenset({"predicted", "dynamo", "sgl"})
+"""Policies that look at caches."""
+
+_log = structlog.get_logger("pdserve.router.planner")
+
+
+@dataclass(slots=True)
+class Booked:
+    """One leg's place in the ledger. Given back once, by the leg."""
+
+    ledger: Ledger
+    key: Key
+    worker: str
+    clock: Clock
+
+    def prefilled(self) -> None:
+        self.ledger.prefilled(self.key, self.worker, self.clock.monotonic())
+
+    def landed(self) -> None:
+        self.ledger.landed(self.key, self.worker)
+
+    def grown(self, tokens: int) -> None:
+        self.ledger.grown(self.key, self.worker, tokens)
+
+    def release(self) -> None:
+        """Idempotent."""
+        self.ledger.release(self.key, self.worker, self.clock.monotonic())
+
+
+@dataclass(slots=True)
+class Plan:
+    """What was decided for one passage, and what was expected of it. demands: by worker."""
+
+    choice: pairing.Pair | pairing.Local
+    demands: Mapping[str, Demand]
+    placement: Placement
+    keys: PromptKeys | None
+
+
+class Planner:
+    """`active`: a policy other than least_load decides. workers(): the fleet's, as they are now."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: str,
+        revision: str,
+        clock: Clock,
+        metrics: Metrics,
+        workers: Callable[[], list[Worker]],
+    ) -> None:
+        self.active = config.policy != "least_load"
+        self.speeds = Speeds()
+        self.ledger = Ledger()
+        self.index = PrefixIndex()
+        self._config = config
+        self._model, self._revision = model, revision
+        self._clock = clock
+        self._workers = workers
+        self.listening = config.policy in LISTENING
+        self._policy = _made(config.policy, self.speeds)
+        self.shared: SharedIndex | None = None
+        self.others = Others(self.speeds)
+        self._feeds: dict[str, tuple[Worker, asyncio.Task[None]]] = {}
+        self._numbers = 0
+        self._error = metrics.gauge(
+            "pdserve_router_ttft_prediction_error", "Median relative error of predicted seconds to the first token"
+        )
+        self._fetches = metrics.counter(
+            "pdserve_router_prefix_fetches", "Prompts sent with a worker to fetch their prefix from", ["outcome"]
+        )
+        self._gaps = metrics.counter("pdserve_router_cache_feed_snapshots", "Snapshots asked for of workers' caches")
+
+    # --- workers
+
+    def joined(self, worker: Worker) -> None:
+        """It has described itself (again)."""
+        if not self.active:
+            return
+        view = self.ledger.view(worker.id)
+        if view is None:
+            view = WorkerView(worker.id, worker.role or Role.BOTH, bit=self.index.bit(worker.id))
+            self.ledger.add(view)
+        assert worker.facts is not None
+        view.max_model_len = worker.facts.max_model_len
+        view.bytes_per_token, view.state_bytes = _sizes(worker.facts.layout)
+        if view.state_bytes:
+            self.index.stateful = True
+        if self.listening:
+            self._follow(worker)
+
+    def _follow(self, worker: Worker) -> None:
+        """Its cache's events. One that comes again under its name is another process, at another place."""
+        known = self._feeds.get(worker.id)
+        if known is not None and known[0] is worker:
+            return
+        if known is not None:
+            known[1].cancel()
+        feed = asyncio.create_task(self._listen(worker), name=f"cache-events-{worker.id}")
+        self._feeds[worker.id] = (worker, feed)
+
+    def left(self, worker: Worker) -> None:
+        feed = self._feeds.pop(worker.id, None)
+        if feed is not None:
+            feed[1].cancel()
+        if self.active:
+            self.ledger.remove(worker.id)
+            self.index.forget(worker.id)
+            self.speeds.trust.forget(worker.id)
+            self.others.forget(worker.id)
+        if self.shared is not None:
+            self.shared.left(worker.id)
+
+    async def close(self) -> None:
+        feeds = [feed for _, feed in self._feeds.values()]
+        for feed in feeds:
+            feed.cancel()
+        await asyncio.gather(*feeds, return_exceptions=True)
+
+    def observe(self) -> None:
+        self._error.set(self.speeds.ttft_error.median)
+
+    # --- decisions
+
+    def plan(
+        self, work: Work, tokens: tuple[int, ...], allowed: Callable[[str, Role], Role | None], waited_s: float
+    ) -> Plan | Wait | Nobody:
+        """allowed: the role a worker may be given now, or None. Changes nothing but the policy's own memory."""
+        now = self._clock.monotonic()
+        views = self._views(allowed, now)
+        request = self._request(work, tokens, waited_s)
+        decision = self._policy.choose(request, views, now)
+        if not isinstance(decision, Placement):
+            return decision
+        choice: pairing.Pair | pairing.Local = pairing.Pair(decision.prefill, decision.decode)
+        if decision.local:
+            choice = pairing.Local(decision.decode)
+        return Plan(choice, self._demands(request, decision), decision, _keys_of(request))
+
+    def _views(self, allowed: Callable[[str, Role], Role | None], now: float) -> list[WorkerView]:
+        """One per usable worker, with the role it may be given; the account is shared with the ledger's, unless other
+        routers have something there."""
+        views = []
+        for worker in self._workers():
+            view = self.ledger.view(worker.id)
+            if view is None or worker.role is None or not worker.usable:
+                continue
+            view.role, view.group = worker.role, worker.group
+            view.kv_tokens, view.slots = worker.room()
+            view.fetches = self._config.prefix_fetches if worker.can("prefix_source") else 0
+            role = allowed(worker.id, worker.role)
+            if role is not None:
+                seen = self.others.corrected(view, worker.load, now)
+                views.append(seen if role is worker.role else replace(seen, role=role))
+        return views
+
+    def _request(self, work: Work, tokens: tuple[int, ...], waited_s: float) -> RequestView:
+        now, config = self._clock.monotonic(), self._config
+        request = RequestView(
+            work.request_id,
+            len(tokens),
+            now - waited_s,
+            expected_output=self.speeds.output.expect(len(tokens), work.sampling.max_tokens),
+            ttft_goal_s=config.ttft_goal_s + config.ttft_goal_s_per_1k * len(tokens) / 1000,
+            tpot_goal_s=config.tpot_goal_s,
+            session=work.session,
+            waited_s=waited_s,
+        )
+        if not self.listening:
+            return request
+        keys = PromptKeys(root(work.salt, self._model, self._revision), tokens)
+        hits = self.index.match(keys)
+        expected = self.index.match(keys, expected=True) if self._policy.name == "predicted" else {}
+        return replace(request, keys=keys, hits=hits, expected_hits=expected)
+
+    def _demands(self, request: RequestView, placed: Placement) -> dict[str, Demand]:
+        """What both legs book. The context grows to the whole answer; on average half of it counts."""
+        view = self.ledger.view(placed.prefill)
+        hit = request.hit(view) if view is not None else NO_HIT
+        cached = placed.forecast.cached_tokens or min(hit.resume, request.tokens - 1)
+        prefill_s = max(placed.forecast.load_s + placed.forecast.prefill_s, 1e-6)
+        due = request.arrived + request.ttft_goal_s
+        slots = 1 if view is not None and view.state_bytes else 0
+        source = placed.fetch.source if placed.fetch is not None else ""
+        whole = request.tokens + int(request.expected_output)
+        decode = Demand(whole, slots, request.tokens + int(request.expected_output / 2), decode=True, landing=True)
+        if placed.local:
+            uncached = request.tokens - cached
+            both = replace(decode, landing=False, prefill_tokens=uncached, prefill_s=prefill_s, due=due)
+            both = replace(both, fetch_from=source)
+            return {placed.decode: both}
+        prefill = Demand(request.tokens, slots, prefill_tokens=request.tokens - cached, prefill_s=prefill_s, due=due)
+        prefill = replace(prefill, fetch_from=source)
+        return {placed.prefill: prefill, placed.decode: decode}
+
+    def book(self, request_id: str, plan: Plan) -> dict[str, Booked]:
+        """By worker; what the ledger would not grant is booked all the same, since the worker has the last word."""
+        self._numbers += 1
+        key, now = (request_id, self._numbers), self._clock.monotonic()
+        if self.ledger.reserve(key, plan.demands, now) is not None:
+            self.ledger.charge(key, plan.demands, now)
+        if plan.keys is not None and self._policy.name == "predicted":
+            self.index.expect(plan.placement.prefill, plan.keys.links(), now)
+        return {worker: Booked(self.ledger, key, worker, self._clock) for worker in plan.demands}
+
+    def moving(self, request_id: str, worker: str, tokens: int, left: int) -> Booked | None:
+        """Book a running choice of `tokens` known tokens, with `left` to make at most, at the worker it moves to."""
+        view = self.ledger.view(worker) if self.active else None
+        if view is None:
+            return None
+        expected = self.speeds.output.expect(tokens, left)
+        slots = 1 if view.state_bytes else 0
+        demand = Demand(tokens + int(expected), slots, tokens + int(expected / 2), decode=True, landing=True)
+        self._numbers += 1
+        key = (request_id, self._numbers)
+        self.ledger.charge(key, {worker: demand}, self._clock.monotonic())
+        return Booked(self.ledger, key, worker, self._clock)
+
+    # --- what is learned
+
+    def prefilled(
+        self, worker: str, tokens: int, times: common_pb2.StageTimes, forecast: Forecast, took_s: float
+    ) -> None:
+        """took_s: from the moment it was sent to the first token."""
+        if not self.active:
+            return
+        cached = min(times.cached_tokens, tokens)
+        self.speeds.trust.learn(worker, forecast.said_tokens, cached)
+        if times.prefill_s > 0:
+            said_s = times.fetch_s + times.queue_s + times.prefill_s
+            prefill_s = as_seen(times.prefill_s, said_s, took_s)
+            self.speeds.learn_prefill(worker, tokens - cached, cached, prefill_s, forecast.step_s)
+        if forecast.ttft_s > 0:
+            self.speeds.ttft_error.learn(forecast.ttft_s, took_s)
+
+    def fetched(self, source: str, target: str, times: common_pb2.StageTimes) -> None:
+        """A prefix that was to be brought to `target` first was brought there, or was not."""
+        self._fetches.labels("fetched" if times.fetched_tokens else "missed").inc()
+        if times.fetched_tokens:
+            self.speeds.learn_fetch(source, target, float(times.transfer_bytes), times.transfer_s, times.fetch_s)
+        else:
+            self.speeds.missed_fetch(source, target)
+
+    def handed_over(self, source: str, target: str, times: common_pb2.StageTimes) -> None:
+        if self.active and times.transfer_s > 0:
+            self.speeds.learn_transfer(source, target, float(times.transfer_bytes), times.transfer_s)
+
+    def decoded(self, worker: str, prompt: int, tokens: int, times: common_pb2.StageTimes) -> None:
+        """tokens: generated by this leg; its steps were shared with whoever decodes there now, roughly."""
+        if not self.active:
+            return
+        self.speeds.output.learn(prompt, tokens)
+        view = self.ledger.view(worker)
+        if view is not None and tokens > 1 and times.decode_s > 0:
+            self.speeds.learn_step(worker, max(view.decoding, 1), view.context_tokens, times.decode_s / (tokens - 1))
+
+    # --- caches
+
+    async def _listen(self, worker: Worker) -> None:
+        """Follow the worker's cache for ever; after a gap or a new life, from a snapshot. What another router has left
+        of it is where a new one begins."""
+        if self.shared is not None and worker.facts is not None:
+            await self.shared.load(worker.id, worker.group, worker.facts.epoch)
+        while True:
+            epoch, sequence = self.index.position(worker.id)
+            try:
+                async for batch in worker.cache_events(epoch, sequence):
+                    if not self.index.apply(worker.id, batch_of(batch)):
+                        self._gaps.inc()
+                        if self.index.position(worker.id) == (epoch, sequence):  # asked from here already
+                            await asyncio.sleep(RETRY_S)
+                        break
+                    if self.shared is not None:
+                        self.shared.heard(worker.id, worker.group, batch)
+                else:
+                    await asyncio.sleep(RETRY_S)
+            except (grpc.RpcError, PdserveError) as exc:
+                _log.debug("cache_feed_lost", worker=worker.id, reason=type(exc).__name__)
+                await asyncio.sleep(RETRY_S)
+            except Exception as exc:  # noqa: BLE001  supervises: a fault over one message does not end the feed
+                _log.error("cache_feed_failed", worker=worker.id, exc_info=exc)
+                await asyncio.sleep(RETRY_S)
+
+
+def _made(name: str, speeds: Speeds) -> Policy:
+    policies: dict[str, Callable[[], Policy]] = {
+        "round_robin": RoundRobin,
+        "power_of_two": PowerOfTwo,
+        "session_affinity": SessionAffinity,
+        "dynamo": Dynamo,
+        "sgl": Sgl,
+        "predicted": lambda: Predicted(speeds),
+        "least_load": RoundRobin,  # not asked: `policy` decides
+    }
+    return policies[name]()
+
+
+def _keys_of(request: RequestView) -> PromptKeys | None:
+    return request.keys if isinstance(request.keys, PromptKeys) else None
+
+
+def _sizes(layout: kvsource_pb2.Layout) -> tuple[float, float]:
+    """(bytes of a token's KV, bytes of a state)."""
+    paged = sum(p.units * p.layers * p.rows * p.token_bytes for p in layout.components if p.paged)
+    state = sum(p.units * p.layers * p.rows * p.tokens * p.token_bytes for p in layout.components if not p.paged)
+    return float(paged), float(state)
