@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
-from tests.integration.router.scripted import LENGTH, STOP, Leg, ScriptedWorker, Site, config, site
+from tests.integration.router.scripted import LENGTH, STOP, Leg, ScriptedWorker
+from tests.integration.router.sites import Site, config, site
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from protos.v1 import common_pb2, decode_pb2
-from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, Site, config, scored, site, until
+from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, scored, until
+from tests.integration.router.sites import Site, config, site
 
 
 def token(sequence: int, choice: int) -> int:

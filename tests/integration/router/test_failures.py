@@ -15,14 +15,12 @@ from tests.integration.router.scripted import (
     LENGTH,
     Leg,
     ScriptedWorker,
-    Site,
-    config,
     decode_answers,
     layout,
     prefill_answers,
-    site,
     until,
 )
+from tests.integration.router.sites import Site, config, site
 
 BODY = {"prompt": "hello", "max_tokens": 4}
 

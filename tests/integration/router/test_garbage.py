@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.router.scripted import ScriptedWorker, site
+from tests.integration.router.scripted import ScriptedWorker
+from tests.integration.router.sites import site
 
 
 @pytest.fixture

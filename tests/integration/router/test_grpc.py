@@ -18,7 +18,8 @@ from pdserve.client import AsyncClient
 from protos.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from runtime import rpc
 from runtime.errors import InvalidRequest, NotFound
-from tests.integration.router.scripted import Leg, ScriptedWorker, Site, config, site, until
+from tests.integration.router.scripted import Leg, ScriptedWorker, until
+from tests.integration.router.sites import Site, config, site
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.integration.router.scripted import ScriptedWorker, Site, config, site, until
+from tests.integration.router.scripted import ScriptedWorker, until
+from tests.integration.router.sites import Site, config, site
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.moving import Need
 from router.dispatch.onward import Onward
 from runtime.errors import DeadlineExceeded, Draining, KvLost, Saturated
-from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, Site, config, scored, site, until
+from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, scored, until
+from tests.integration.router.sites import Site, config, site
 from tests.integration.router.test_continuity import (
     History,
     choices_of,

@@ -26,7 +26,8 @@ from router.app import Router
 from router.policy.index import PrefixIndex
 from router.policy.keys import PromptKeys
 from runtime.config import Config
-from tests.integration.router.scripted import ScriptedWorker, config, serving, until
+from tests.integration.router.scripted import ScriptedWorker, until
+from tests.integration.router.sites import config, serving
 from tests.unit.runtime.servers import RedisServer
 
 PROMPT_PAGES = 62  # a thousand tokens

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.router.scripted import config, serving, site, until
+from tests.integration.router.scripted import until
+from tests.integration.router.sites import config, serving, site
 from tests.integration.router.test_policies import STORED, CachingWorker, idle
 
 

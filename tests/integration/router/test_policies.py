@@ -12,7 +12,8 @@ import pytest
 from kvtransfer.hashing import page_keys, root
 from protos.v1 import common_pb2, worker_pb2
 from router.policy.keys import PromptKeys
-from tests.integration.router.scripted import FILES, LENGTH, Leg, ScriptedWorker, Site, config, site, until
+from tests.integration.router.scripted import FILES, LENGTH, Leg, ScriptedWorker, until
+from tests.integration.router.sites import Site, config, site
 
 POLICIES = ["least_load", "predicted", "round_robin", "power_of_two", "session_affinity", "dynamo", "sgl"]
 STORED = worker_pb2.CacheEvent.KIND_STORED

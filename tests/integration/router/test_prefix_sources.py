@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from router.policy.ledger import Demand
-from tests.integration.router.scripted import Site, config, site, until
+from tests.integration.router.scripted import until
+from tests.integration.router.sites import Site, config, site
 from tests.integration.router.test_policies import PROMPT, STORED, CachingWorker, fleet, idle, keys_of, used
 
 LONG = PROMPT * 5  # computing it takes longer than fetching it, as a router guesses before it knows

@@ -13,17 +13,8 @@ import pytest
 
 from protos.v1 import common_pb2, decode_pb2, inference_pb2, inference_pb2_grpc
 from runtime import rpc
-from tests.integration.router.scripted import (
-    GO_ON,
-    LENGTH,
-    Leg,
-    ScriptedWorker,
-    Site,
-    config,
-    decode_answers,
-    site,
-    until,
-)
+from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, decode_answers, until
+from tests.integration.router.sites import Site, config, site
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from tests.integration.pd.conftest import ORACLE
 from tests.integration.pd.inprocess import LocalWorker
 from tests.integration.pd.inprocess import config as local_config
 from tests.integration.pd.workers import WorkerProcess, baseline
-from tests.integration.router.scripted import config, until
+from tests.integration.router.scripted import until
+from tests.integration.router.sites import config
 from tests.integration.router.test_real_workers import Real, real
 
 STEP_S = 0.02

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.pd.workers import baseline
-from tests.integration.router.scripted import config
+from tests.integration.router.sites import config
 from tests.integration.router.test_real_workers import real
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -16,7 +16,8 @@ from router.app import Router
 from runtime.config import Config
 from tests.integration.pd.conftest import ORACLE
 from tests.integration.pd.workers import WorkerProcess, baseline
-from tests.integration.router.scripted import config, until
+from tests.integration.router.scripted import until
+from tests.integration.router.sites import config
 
 
 @dataclass(slots=True)

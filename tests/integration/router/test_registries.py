@@ -18,7 +18,8 @@ from protos.v1 import registry_pb2, registry_pb2_grpc
 from runtime import rpc
 from runtime.errors import PdserveError, Unauthenticated, WorkerLost
 from runtime.registry.service import TOKEN_KEY
-from tests.integration.router.scripted import ScriptedWorker, Site, config, serving, site, until
+from tests.integration.router.scripted import ScriptedWorker, until
+from tests.integration.router.sites import Site, config, serving, site
 from tests.unit.runtime.certificates import Authority
 from tests.unit.runtime.servers import RedisServer
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.policy.pairing import Role
-from tests.integration.router.scripted import Leg, ScriptedWorker, Site, decode_answers, site, until
+from tests.integration.router.scripted import Leg, ScriptedWorker, decode_answers, until
+from tests.integration.router.sites import Site, site
 
 
 class Gated(ScriptedWorker):

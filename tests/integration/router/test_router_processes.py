@@ -19,7 +19,8 @@ import pytest
 
 from deploy.ports import free_ports
 from runtime.config import Config
-from tests.integration.router.scripted import ScriptedWorker, config, serving, until
+from tests.integration.router.scripted import ScriptedWorker, until
+from tests.integration.router.sites import config, serving
 from tests.integration.router.test_several_routers import Gated
 from tests.unit.runtime.servers import RedisServer
 

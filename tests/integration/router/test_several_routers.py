@@ -17,7 +17,8 @@ from protos.v1 import common_pb2
 from router.app import Router
 from router.shared.index import _Log
 from runtime.config import Config
-from tests.integration.router.scripted import Leg, ScriptedWorker, config, decode_answers, serving, until
+from tests.integration.router.scripted import Leg, ScriptedWorker, decode_answers, until
+from tests.integration.router.sites import config, serving
 from tests.integration.router.test_policies import STORED, CachingWorker
 from tests.unit.runtime.servers import RedisServer
 

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
-from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, config, site
+from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker
+from tests.integration.router.sites import config, site
 
 
 @pytest.mark.parametrize("said", [math.nan, math.inf])

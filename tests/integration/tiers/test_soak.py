@@ -14,7 +14,8 @@ import pytest
 from router.app import Router
 from tests.integration.pd.conftest import ORACLE
 from tests.integration.pd.workers import WorkerProcess, baseline
-from tests.integration.router.scripted import config, until
+from tests.integration.router.scripted import until
+from tests.integration.router.sites import config
 from tests.integration.router.test_real_workers import Real
 
 PAGE = {"oracle": 2048, "tiny-kimi": 16384}
