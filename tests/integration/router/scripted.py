@@ -141,6 +141,23 @@ async def decode_answers(leg: Leg) -> None:
         await asyncio.sleep(0)
 
 
+async def forever(leg: Leg) -> None:
+    await asyncio.Event().wait()
+
+
+async def first_then_silence(leg: Leg) -> None:
+    leg.ticket_issued()
+    leg.first(ord("a"))
+    await asyncio.Event().wait()
+
+
+async def some_then_silence(leg: Leg) -> None:
+    await leg.ticket.wait()
+    leg.handed_over()
+    leg.tokens(1, ord("b"))
+    await asyncio.Event().wait()
+
+
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     """Set `prefill`, `decode`, `refuse` or `describe` to change what it does. Everything held is in `held()`."""
 

@@ -16,6 +16,8 @@ from runtime.config import Config
 from runtime.registry.agent import RegistryAgent
 from tests.integration.router.scripted import DecodeServicer, PrefillServicer, ScriptedWorker, until
 
+BODY = {"prompt": "hello", "max_tokens": 4}
+
 
 @asynccontextmanager
 async def serving(worker: ScriptedWorker, router: Router | None = None) -> AsyncIterator[None]:

@@ -16,15 +16,7 @@ from router.dispatch.onward import Onward
 from runtime.errors import DeadlineExceeded, Draining, KvLost, Saturated
 from tests.integration.router.scripted import GO_ON, LENGTH, Leg, ScriptedWorker, scored, until
 from tests.integration.router.sites import Site, config, site
-from tests.integration.router.test_continuity import (
-    History,
-    choices_of,
-    first_of,
-    history,
-    honest_prefill,
-    text,
-    token,
-)
+from tests.integration.router.test_continuity import History, choices_of, first_of, history, honest_prefill, text, token
 
 
 @dataclass

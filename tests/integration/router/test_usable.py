@@ -1,0 +1,137 @@
+"""Who may be used: workers that fit, are ready and not draining; and a router that takes nothing new."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.integration.router.scripted import LENGTH, Leg, ScriptedWorker, layout, until
+from tests.integration.router.sites import BODY, Site, site
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokenizer_digest": "other"}, "tokenizer_digest_mismatch"),
+        ({"model_fingerprint": "other"}, "model_fingerprint_mismatch"),
+        ({"vocab_size": 7}, "vocab_size_mismatch"),
+        ({"protocol_min": 9, "protocol_max": 9}, "protocol_mismatch"),
+        ({"layout": layout(page_tokens=32)}, "page_tokens_mismatch"),
+        ({"worker_id": "somebody-else"}, "worker_id_mismatch"),
+    ],
+)
+async def test_a_worker_that_does_not_fit_is_refused_with_a_metric(change: dict[str, object], reason: str) -> None:
+    """Public report T129 (NVIDIA/TensorRT-LLM#14882); T133 (vllm-project/vllm#42895);
+    T170 (vllm-project/production-stack#1077)."""
+    stranger = ScriptedWorker("both")
+    for name, value in change.items():
+        if name == "layout":
+            stranger.described.layout.CopyFrom(layout(page_tokens=32))
+        else:
+            setattr(stranger.described, name, value)
+    async with site(stranger, wait=False) as made:
+        await until(lambda: made.metric("pdserve_router_workers_refused_total", reason=reason) >= 1)
+
+        status, _, _ = await made.post("/v1/completions", BODY)
+
+        assert status == 503
+        assert stranger.reserved == []
+
+
+async def test_a_worker_elsewhere_that_advertises_loopback_is_refused_before_it_is_asked() -> None:
+    """Public report T173 (vllm-project/vllm#27083): the address reaches some other process of this machine."""
+    stranger = ScriptedWorker("both")
+    stranger.advertised["node"] = "another-machine"
+    async with site(stranger, wait=False) as made:
+        await until(lambda: made.metric("pdserve_router_workers_refused_total", reason="loopback_address") >= 1)
+
+        status, _, _ = await made.post("/v1/completions", BODY)
+
+        assert status == 503
+        assert stranger.described_times == 0
+
+
+async def test_a_worker_is_asked_only_when_its_record_says_ready() -> None:
+    late = ScriptedWorker("both")
+    late.advertised["ready"] = False
+    async with site(late, wait=False) as made:
+        await until(lambda: made.router.fleet.worker(late.id) is not None)
+        status, _ = await made.complete()
+        assert (status, late.described_times) == (503, 0)
+
+        late.advertise(ready=True)
+
+        await until(lambda: made.router.fleet.ready())
+        assert late.described_times == 1
+
+
+async def test_workers_of_different_layouts_are_never_paired() -> None:
+    """Public report T133 (vllm-project/vllm#42895)."""
+    prefill, decode = ScriptedWorker("prefill"), ScriptedWorker("decode")
+    decode.described.layout.CopyFrom(layout(chunk_tokens=256))
+    async with site(prefill, decode) as made:
+        status, _, headers = await made.post("/v1/completions", BODY)
+
+        assert (status, headers["x-pd-reason"]) == (503, "no_compatible_decode_worker")
+        assert not made.router.health.ready().ok
+
+
+async def test_a_worker_that_is_not_ready_or_draining_gets_nothing_new_and_finishes_what_it_has(pair: Site) -> None:
+    """Public report T024 (vllm-project/production-stack#1008; vllm-project/router#279)."""
+    decode = pair.worker("decode")
+    finish = asyncio.Event()
+
+    async def held(leg: Leg) -> None:
+        await leg.ticket.wait()
+        await finish.wait()
+        leg.tokens(1, *b"bcd", finish=LENGTH)
+
+    decode.decode = held
+    running = asyncio.create_task(pair.complete())
+    await decode.until(lambda: len(decode.submitted) == 1)
+
+    decode.advertise(draining=True)
+    await until(lambda: not pair.router.fleet.ready())
+    refused, _ = await pair.complete()
+    finish.set()
+
+    assert refused == 503
+    assert (await running)[0] == 200
+    decode.advertise(ready=True, draining=False)
+    await until(pair.router.fleet.ready)
+
+
+async def test_idle_equal_workers_share_the_work() -> None:
+    prefills = [ScriptedWorker("prefill", f"p{number}") for number in range(3)]
+    async with site(*prefills, ScriptedWorker("decode")) as made:
+        for _ in range(30):
+            await made.complete(max_tokens=2)
+
+        assert all(len(worker.submitted) == 10 for worker in prefills)
+
+
+async def test_a_router_that_stops_finishes_what_runs_and_takes_nothing_new(pair: Site) -> None:
+    decode = pair.worker("decode")
+    finish = asyncio.Event()
+
+    async def held(leg: Leg) -> None:
+        await leg.ticket.wait()
+        await finish.wait()
+        leg.tokens(1, *b"bcd", finish=LENGTH)
+
+    decode.decode = held
+    running = asyncio.create_task(pair.complete())
+    await decode.until(lambda: len(decode.submitted) == 1)
+
+    draining = asyncio.create_task(pair.router.drain())
+    await asyncio.sleep(0)
+    status, body, headers = await pair.post("/v1/completions", BODY)
+    async with pair.http.get("/health/live") as live, pair.http.get("/health/ready") as ready:
+        assert (live.status, ready.status) == (200, 503)
+    finish.set()
+
+    assert (status, headers["x-pd-reason"]) == (503, "draining")
+    assert (await running)[0] == 200
+    await draining
+    del body
