@@ -18,7 +18,15 @@ from runtime import ids, rpc
 from runtime.errors import WorkerLost
 from tests.integration.pd.workers import WorkerProcess
 
+LONG = [(i * 13) % 250 for i in range(2000)]
+SHORT = LONG[:100]
+
 _numbers = itertools.count(1)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Tokens that no other seed's prompt begins with."""
+    return [seed % 251, seed // 251, *((seed * 31 + i * 7) % 250 for i in range(2, length))][:length]
 
 
 class Link:

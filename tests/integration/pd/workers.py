@@ -21,6 +21,8 @@ from runtime.config import Config
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 90.0
+SLOW = {"PDSERVE_FAULTS": "engine.step=delay:0.03"}
+VERY_SLOW = {"PDSERVE_FAULTS": "engine.step=delay:0.3"}
 
 
 @dataclass(eq=False)
@@ -151,6 +153,10 @@ class WorkerProcess:
             await self._reader
         assert self.process.returncode is not None
         return self.process.returncode
+
+
+async def at_once(*starting: Awaitable[WorkerProcess]) -> list[WorkerProcess]:
+    return list(await asyncio.gather(*starting))
 
 
 def busy(load: common_pb2.Load) -> tuple[int, ...]:

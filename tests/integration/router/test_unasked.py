@@ -8,10 +8,10 @@ import pytest
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from runtime.errors import Saturated
+from tests.integration.router.honest import history, token
+from tests.integration.router.moving import give_away, moves, running, whole
 from tests.integration.router.scripted import GO_ON, LENGTH, STOP, Leg, ScriptedWorker, decode_answers, until
 from tests.integration.router.sites import site
-from tests.integration.router.test_continuity import history, token
-from tests.integration.router.test_moves import give_away, moves, running, whole
 
 
 @pytest.mark.parametrize("refuses", [False, True])
