@@ -110,3 +110,8 @@ async def reader() -> AsyncIterator[Worker]:
     worker = await Worker("d", 1, layout(), Config(), transport="nixl").start()
     yield worker
     await worker.close()
+
+
+@pytest.fixture
+async def pair(make: Make) -> tuple[Worker, Worker]:
+    return await make("p"), await make("d")

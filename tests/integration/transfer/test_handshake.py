@@ -13,7 +13,7 @@ from kvtransfer.nixl import NixlTransport
 from kvtransfer.transport import Agent, Incarnation
 from runtime.errors import TransferFailed
 from tests.integration.transfer.conftest import Make
-from tests.integration.transfer.test_pull import MINE, PAGES, TOKENS, computed, pull, wire
+from tests.integration.transfer.pulling import MINE, PAGES, TOKENS, computed, pull, wire
 from tests.integration.transfer.worker import layout
 
 
