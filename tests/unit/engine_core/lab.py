@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,3 +168,19 @@ def move(source: Lab, target: Lab, from_pages: Admitted, to_pages: Admitted) -> 
         into = to_pages.pages[held:] if paged[region.component] else to_pages.slots
         out_of = from_pages.pages[held:] if paged[region.component] else from_pages.slots
         mine[list(into)] = theirs[list(out_of)]
+
+
+def expected(length: int, max_tokens: int, seed: int = 0) -> list[int]:
+    return list(undisturbed(prompt(length, seed), SamplingParams(max_tokens=max_tokens))[0])
+
+
+def hand_off(p: Lab, d: Lab, name: str, tokens: tuple[int, ...], n: int = 1, **sampling: Any) -> None:
+    """The prefill leg at P and the decode leg at D, up to and including the arrival of the pages."""
+    source = p.submit(request(name, tokens, Mode.SOURCE, n=n, **sampling))
+    remote = d.submit(request(name, tokens, Mode.REMOTE, n=n, **sampling))
+    p.run()
+    d.turns(1)
+    move(p, d, p.admitted(source), d.admitted(remote))
+    d.engine.start(remote, p.done(source).first)
+    d.admitted(remote).hold.release()
+    p.admitted(source).hold.release()

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine.api import HandedOver, Mode, Tokens
 from engine.plan import Logprob
 from kvtransfer.source import Caller, State
 from kvtransfer.types import Below, LegKey
 from protos.v1 import common_pb2, decode_pb2, kvsource_pb2
+from tests.unit.services.decoding import KEY, Setup, decoding, submit
 from tests.unit.services.fakes import Hold
 from tests.unit.services.streams import Stream, decode_stream, ref, work
-from tests.unit.services.test_decode import KEY, Setup, decoding, submit
 
 GONE = LegKey("r1 0", "continuation", 1)
-
-
-@pytest.fixture
-async def s() -> Setup:
-    return Setup()
 
 
 def handover(stream: Stream, choice: int = 0, attempt: int = 1) -> None:
