@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from decode_worker.service import DecodeService
 from engine.api import Admitted, Tokens
@@ -80,13 +81,36 @@ def ticket(stream: Stream, request_id: str = "r1", attempt: int = 1) -> None:
     stream.send(ticket=decode_pb2.DecodeTicket(ref=ref(request_id, attempt), ticket=issued))
 
 
-async def pulling(s: Setup) -> Stream:
-    """A leg whose pull is under way."""
+async def opened(s: Setup) -> Stream:
     stream = decode_stream(s.service)
     await stream.open()
-    submit(stream, work(tokens=range(20)), fence=7)
+    return stream
+
+
+async def submitted(s: Setup, *, local: bool = False, fence: int = 1, **asked: Any) -> Stream:
+    """A stream on which a prompt of twenty tokens has come. asked: changes the request."""
+    stream = await opened(s)
+    submit(stream, work(**{"tokens": range(20), **asked}), local=local, fence=fence)
     await stream.settle()
+    return stream
+
+
+async def admitted(s: Setup, *, local: bool = False, fence: int = 1, **asked: Any) -> Stream:
+    """A leg that has its pages."""
+    stream = await submitted(s, local=local, fence=fence, **asked)
     s.admit()
+    return stream
+
+
+async def cancel(stream: Stream, *choices: int) -> None:
+    """The router wants these choices no more, or none of them."""
+    stream.send(cancel=common_pb2.Cancel(ref=ref(), choices=choices))
+    await stream.settle()
+
+
+async def pulling(s: Setup) -> Stream:
+    """A leg whose pull is under way."""
+    stream = await admitted(s, fence=7)
     ticket(stream)
     await stream.settle()
     assert len(s.puller.calls) == 1

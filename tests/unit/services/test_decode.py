@@ -18,8 +18,8 @@ from runtime.errors import (
     TicketInvalid,
     TransferFailed,
 )
-from tests.unit.services.decoding import KEY, PULLED, STOP, Setup, pulling, submit, ticket
-from tests.unit.services.streams import decode_stream, ref, work
+from tests.unit.services.decoding import KEY, PULLED, STOP, Setup, opened, pulling, submit, ticket
+from tests.unit.services.streams import ref, work
 
 
 async def test_a_verified_hand_off_starts_decoding_from_the_first_token(s: Setup) -> None:
@@ -44,8 +44,7 @@ async def test_a_verified_hand_off_starts_decoding_from_the_first_token(s: Setup
 
 @pytest.mark.parametrize("order", ["ticket first", "admission first", "ticket before submit"])
 async def test_ticket_and_admission_may_come_in_any_order(s: Setup, order: str) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     if order == "ticket before submit":
         ticket(stream)
     submit(stream, work(tokens=range(20)))
@@ -63,8 +62,7 @@ async def test_ticket_and_admission_may_come_in_any_order(s: Setup, order: str) 
 
 
 async def test_all_tokens_of_a_step_travel_in_one_message(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     for name in ("a", "b", "c"):
         submit(stream, work(name), local=True)
     await stream.settle()
@@ -79,8 +77,7 @@ async def test_all_tokens_of_a_step_travel_in_one_message(s: Setup) -> None:
 
 
 async def test_a_local_leg_needs_no_ticket_and_no_pull(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     submit(stream, work(), local=True)
     await stream.settle()
     assert s.engine.submitted[KEY].mode is Mode.LOCAL
@@ -168,8 +165,7 @@ async def test_a_first_token_that_no_model_of_ours_samples_is_not_started(s: Set
 
 @pytest.mark.parametrize("more", [False, True])
 async def test_a_number_of_choices_is_no_size_before_it_is_checked(s: Setup, *, more: bool) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     submit(stream, work(n=20_000_000, more_tokens=more), local=True)
     if more:
@@ -181,8 +177,7 @@ async def test_a_number_of_choices_is_no_size_before_it_is_checked(s: Setup, *, 
 
 
 async def test_the_time_the_rest_of_a_prompt_takes_is_the_requests_own(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     arrived = s.clock.monotonic()
     submit(stream, work(more_tokens=True), local=True)
     await stream.settle()

@@ -13,16 +13,14 @@ from runtime.errors import (
     DeadlineExceeded,
     KvLost,
 )
-from tests.unit.services.decoding import KEY, STOP, Setup, decoding, pulling, submit, ticket
+from tests.unit.services.decoding import KEY, STOP, Setup, admitted, cancel, decoding, opened, pulling, submit, ticket
 from tests.unit.services.streams import decode_stream, ref, work
 
 
 async def test_a_cancel_before_admission_gives_the_pages_back_when_they_come(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     submit(stream, work(tokens=range(20)))
-    stream.send(cancel=common_pb2.Cancel(ref=ref()))
-    await stream.settle()
+    await cancel(stream)
     s.admit()
     await stream.settle()
     assert s.hold.released == 1
@@ -31,14 +29,9 @@ async def test_a_cancel_before_admission_gives_the_pages_back_when_they_come(s: 
 
 
 async def test_a_cancel_while_the_ticket_is_awaited_gives_the_pages_back(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20)))
+    stream = await admitted(s)
     await stream.settle()
-    s.admit()
-    await stream.settle()
-    stream.send(cancel=common_pb2.Cancel(ref=ref()))
-    await stream.settle()
+    await cancel(stream)
     assert s.hold.released == 1
     assert s.engine.cancelled == [KEY]
     ticket(stream)
@@ -49,8 +42,7 @@ async def test_a_cancel_while_the_ticket_is_awaited_gives_the_pages_back(s: Setu
 
 async def test_a_cancel_in_a_pull_leaves_the_landing_to_the_puller(s: Setup) -> None:
     stream = await pulling(s)
-    stream.send(cancel=common_pb2.Cancel(ref=ref()))
-    await stream.settle()
+    await cancel(stream)
     assert s.puller.cancelled == 1
     assert s.hold.released == 1
     assert s.engine.cancelled == [KEY]
@@ -59,15 +51,10 @@ async def test_a_cancel_in_a_pull_leaves_the_landing_to_the_puller(s: Setup) -> 
 
 
 async def test_a_cancel_before_the_pull_has_run_does_not_leak_the_landing(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20)))
-    await stream.settle()
-    s.admit()
+    stream = await admitted(s)
     await stream.settle()
     ticket(stream)
-    stream.send(cancel=common_pb2.Cancel(ref=ref()))
-    await stream.settle()
+    await cancel(stream)
     assert s.hold.released == 1
     await stream.drop()
 
@@ -87,8 +74,7 @@ async def test_a_higher_attempt_ends_the_lower_one(s: Setup) -> None:
 
 
 async def test_a_lower_attempt_after_a_higher_one_is_refused(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     submit(stream, work(attempt=2))
     submit(stream, work(attempt=1))
     assert (await stream.next()).failed.error.reason == "superseded"
@@ -150,8 +136,7 @@ async def test_a_leg_that_kept_too_little_for_the_router_is_not_resumed(s: Setup
 
 
 async def test_choices_are_resumed_each_from_its_own_sequence(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     submit(stream, work(n=2), local=True)
     await stream.settle()
     for choice in (0, 1):
@@ -211,14 +196,9 @@ async def test_what_runs_is_ended_with_a_reason_when_the_worker_stops(s: Setup) 
 
 
 async def test_choices_the_router_has_seen_the_end_of_stop_and_the_others_go_on(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20), n=3), local=True)
-    await stream.settle()
-    s.admit()
+    stream = await admitted(s, local=True, n=3)
 
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[1]))
-    await stream.settle()
+    await cancel(stream, 1)
 
     assert s.engine.ended == [(KEY, (1,))]
     assert s.engine.cancelled == []
@@ -226,20 +206,14 @@ async def test_choices_the_router_has_seen_the_end_of_stop_and_the_others_go_on(
     await stream.settle()
     assert s.service.busy() == 1
 
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[2]))
-    await stream.settle()
+    await cancel(stream, 2)
     assert s.engine.cancelled == [KEY], "the last one is the whole request"
     assert s.service.busy() == 0
 
 
 async def test_a_choice_that_ends_as_the_router_ends_the_others_ends_the_leg(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20), n=2), local=True)
-    await stream.settle()
-    s.admit()
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[0]))
-    await stream.settle()
+    stream = await admitted(s, local=True, n=2)
+    await cancel(stream, 0)
 
     s.engine.emit(Tokens(KEY, 1, 0, (65,), (None,), STOP, last=False))  # said before the engine heard of the cancel
     await stream.settle()
@@ -249,8 +223,7 @@ async def test_a_choice_that_ends_as_the_router_ends_the_others_ends_the_leg(s: 
 
 
 async def test_reservations_may_come_over_the_stream_several_in_one_message(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     asks = [
         common_pb2.ReserveRequest(
             ref=ref(name, 1), needs=common_pb2.Needs(prompt_tokens=5, choices=1), remaining_ms=left

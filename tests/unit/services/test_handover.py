@@ -7,7 +7,7 @@ from engine.plan import Logprob
 from kvtransfer.source import Caller, State
 from kvtransfer.types import Below, LegKey
 from protos.v1 import common_pb2, decode_pb2, kvsource_pb2
-from tests.unit.services.decoding import KEY, Setup, decoding, submit
+from tests.unit.services.decoding import KEY, Setup, admitted, cancel, decoding, opened, submit, submitted
 from tests.unit.services.fakes import Hold
 from tests.unit.services.streams import Stream, decode_stream, ref, work
 
@@ -133,17 +133,12 @@ async def test_a_lost_router_frees_nothing_that_may_still_be_read(s: Setup) -> N
 
 
 async def test_one_choice_leaves_and_the_others_go_on(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20), n=2), local=True)
-    await stream.settle()
-    s.admit()
+    stream = await admitted(s, local=True, n=2)
     hold = leaves(s, 1, last=False)
     assert (await stream.next()).handed_over.choice == 1
     assert s.service.busy() == 1
 
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[1]))
-    await stream.settle()
+    await cancel(stream, 1)
     assert hold.released == 1
     assert s.engine.cancelled == []
 
@@ -154,50 +149,33 @@ async def test_one_choice_leaves_and_the_others_go_on(s: Setup) -> None:
 
 
 async def test_giving_up_one_of_two_that_left_keeps_the_other(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20), n=2), local=True)
-    await stream.settle()
-    s.admit()
+    stream = await admitted(s, local=True, n=2)
     holds = [leaves(s, 0, last=False), leaves(s, 1)]
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[0]))
-    await stream.settle()
+    await cancel(stream, 0)
     assert [hold.released for hold in holds] == [1, 0]
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[1]))
-    await stream.settle()
+    await cancel(stream, 1)
     assert [hold.released for hold in holds] == [1, 1]
     assert s.service.remembered() == 0
     await stream.drop()
 
 
 async def test_the_last_choice_that_runs_stops_on_the_routers_word_beside_one_that_left(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20), n=2), local=True)
-    await stream.settle()
-    s.admit()
+    stream = await admitted(s, local=True, n=2)
     hold = leaves(s, 0, last=False)
     await stream.next()
 
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[1]))  # a stop string
-    await stream.settle()
+    await cancel(stream, 1)  # a stop string
 
     assert s.engine.cancelled == [KEY], "it would go on to its last token for nobody"
     assert (s.service.busy(), s.service.remembered(), hold.released) == (0, 1, 0)
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[0]))
-    await stream.settle()
+    await cancel(stream, 0)
     assert (s.service.remembered(), hold.released) == (0, 1)
     await stream.drop()
 
 
 async def test_a_choice_whose_end_the_router_has_seen_leaves_nothing(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20), n=2), local=True)
-    await stream.settle()
-    s.admit()
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1), choices=[1]))  # a stop string
-    await stream.settle()
+    stream = await admitted(s, local=True, n=2)
+    await cancel(stream, 1)  # a stop string
     hold = leaves(s, 1, last=False)  # it had left before the engine heard of that
     await stream.settle()
     assert hold.released == 1
@@ -226,8 +204,7 @@ async def test_what_cannot_be_promised_ends_its_own_request_and_no_other(s: Setu
 
 async def test_what_left_when_its_leg_is_gone_is_let_go(s: Setup) -> None:
     stream = await decoding(s)
-    stream.send(cancel=common_pb2.Cancel(ref=ref("r1", 1)))
-    await stream.settle()
+    await cancel(stream)
     assert leaves(s).released == 0
     hold = leaves(s)
     await stream.settle()
@@ -236,10 +213,7 @@ async def test_what_left_when_its_leg_is_gone_is_let_go(s: Setup) -> None:
 
 
 async def test_a_request_that_is_not_complete_fails_so_that_another_worker_gets_it(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20), more_tokens=True))
-    await stream.settle()
+    stream = await submitted(s, more_tokens=True)
     handover(stream)
     failed = (await stream.next()).failed
     assert (failed.error.reason, failed.error.retryable, failed.kv_lost) == ("draining", True, False)
@@ -248,8 +222,7 @@ async def test_a_request_that_is_not_complete_fails_so_that_another_worker_gets_
 
 
 async def test_nobodys_choice_is_nobodys_business(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
+    stream = await opened(s)
     handover(stream, attempt=9)
     await stream.settle()
     assert s.engine.given_away == []
@@ -257,12 +230,9 @@ async def test_nobodys_choice_is_nobodys_business(s: Setup) -> None:
 
 
 async def test_one_choice_alone_may_be_named_right_after_the_prompt(s: Setup) -> None:
-    stream = decode_stream(s.service)
-    await stream.open()
-    submit(stream, work(tokens=range(20), choice=3))
-    await stream.settle()
-    submitted = s.engine.submitted[KEY]
-    assert (submitted.mode, submitted.n, submitted.choice) == (Mode.REMOTE, 1, 3)
+    stream = await submitted(s, choice=3)
+    leg = s.engine.submitted[KEY]
+    assert (leg.mode, leg.n, leg.choice) == (Mode.REMOTE, 1, 3)
     submit(stream, work("r2", tokens=range(20), n=2, choice=1))
     assert (await stream.next()).failed.error.field == "choice"
     await stream.drop()
