@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decode_worker.service import DecodeService
@@ -31,7 +31,7 @@ from kvtransfer.service import KvSourceService
 from kvtransfer.source import HandoffStore
 from kvtransfer.tickets import TicketMint
 from kvtransfer.transport import Incarnation, LocalRank, Transport
-from kvtransfer.types import Layout, Prefix, Wanted
+from kvtransfer.types import ChecksumFn, Layout, Prefix, Region, Wanted
 from pdserve._worker_advert import Identity
 from pdserve._worker_faults import FaultyRunner
 from prefill_worker.service import PrefillService
@@ -121,7 +121,7 @@ class Parts:
         transport = make_transport(config, Incarnation(identity.worker_id, 0, identity.epoch))
         agent = await transport.start((*engine.regions(), *engine.host_regions()))
         rank = Rank(agent.name, agent.metadata, (*engine.regions(), *as_second_pool(engine.host_regions())))
-        local = LocalRank(rank, transport, wsum64)
+        local = LocalRank(rank, transport, _checksum(engine.regions()))
         mint = TicketMint(identity.worker_id, identity.epoch, fingerprint(layout))
         store = HandoffStore(mint, clock, config.lease_s)
         meter = Meter(metrics)
@@ -239,3 +239,12 @@ def _holder(engine: Engine, meter: Meter) -> Holder:
         return found
 
     return hold
+
+
+def _checksum(regions: Sequence[Region]) -> ChecksumFn:
+    """By the processor for pools in host memory, else by the device they lie in. torch is imported for those only."""
+    if all(region.memory == "DRAM" for region in regions):
+        return wsum64
+    from engine.device_memory import DeviceChecksum
+
+    return DeviceChecksum()

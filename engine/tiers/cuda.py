@@ -11,38 +11,17 @@ hands out on this stream is used on this stream only.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
+from engine.device_memory import items_of
 from engine.tiers.carriers import Found, Pair, Part
 from kvtransfer.types import Region
 from runtime.errors import Unsupported
 
 STAGING_BYTES = 32 << 20
 """Of one gather: enough for full speed of PCIe, little beside a pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Somebody else's device memory as a tensor sees it: [items, bytes], without a copy."""
-
-    region: Region
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        items = self.region.length // self.region.stride
-        return {
-            "shape": (items, self.region.stride),
-            "strides": None,
-            "typestr": "|u1",
-            "data": (self.region.base, False),
-            "version": 3,
-        }
 
 
 class Staged:
@@ -92,8 +71,8 @@ class CudaCarrier:
             raise Unsupported("a host pool serves one GPU", field="host_pool_bytes")
         gpu = torch.device("cuda", numbers.pop())
         self._stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
-        pools = {region.base: torch.as_tensor(_Memory(region), device=gpu) for region in device}
-        self._copies = Staged(gpu, pools, {region.base: rows_of(region) for region in host})
+        pools = {region.base: items_of(region) for region in device}
+        self._copies = Staged(gpu, pools, {region.base: items_of(region) for region in host})
         self._locked: list[int] = []
         for region in host:
             self._lock(region)
@@ -124,12 +103,6 @@ class CudaCarrier:
             self.close()
             raise Unsupported("the host pool's pages cannot be locked (ulimit -l)", field="host_pool_bytes")
         self._locked.append(region.base)
-
-
-def rows_of(region: Region) -> torch.Tensor:
-    """[items, bytes] of host memory, without a copy."""
-    raw = (ctypes.c_uint8 * region.length).from_address(region.base)
-    return torch.from_numpy(np.ctypeslib.as_array(raw).reshape(-1, region.stride))
 
 
 def runs(items: Sequence[int]) -> list[tuple[int, int, int]]:

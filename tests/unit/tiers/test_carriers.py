@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from engine import native
+from engine.device_memory import items_of
 from engine.tiers import cuda
 from engine.tiers.carriers import SOURCE, Carrier, Fused, Plain, fused
 from engine.tiers.pace import Pace
@@ -121,7 +122,7 @@ def test_staged_copies_move_scattered_items_both_ways(
     _keep, region, host = pools(kind)
     (low,) = host.regions
     monkeypatch.setattr(cuda, "STAGING_BYTES", 2 * low.stride)
-    staged = cuda.Staged(torch.device("cpu"), {region.base: cuda.rows_of(region)}, {low.base: cuda.rows_of(low)})
+    staged = cuda.Staged(torch.device("cpu"), {region.base: items_of(region)}, {low.base: items_of(low)})
     before = view(region).copy()
 
     staged.move((kind, region, low), PAIRS, True)
