@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvtransfer import cuda_context
 from kvtransfer.batches import Batch, batches
 from kvtransfer.nixl_agent import Reads, failures, load, make_agent
 from kvtransfer.transport import Agent, Flight, Incarnation, ReadStats
@@ -181,6 +182,11 @@ class Owner:
     def open(self, regions: Sequence[Region]) -> bytes:
         """Make the agent and register memory; its metadata."""
         api, bindings = load()
+        devices = {r.device for r in regions if r.memory == "VRAM"}
+        if len(devices) > 1:
+            raise TransferFailed("an agent serves the memory of one GPU")
+        for device in devices:
+            cuda_context.use(device)
         self._agent = make_agent(api, bindings, self.agent_name, self.progress_us)
         self._reads = Reads(self._agent)
         for memory in sorted({r.memory for r in regions}):
