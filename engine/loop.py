@@ -159,6 +159,11 @@ class Engine:
 
     # --- life -----------------------------------------------------------------------------------------------------
 
+    @property
+    def thread_id(self) -> int:
+        """The kernel's name for the thread; 0 before it runs."""
+        return self._thread.native_id or 0
+
     def start_loop(self) -> None:
         """Begin to run steps."""
         self._thread.start()

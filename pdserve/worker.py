@@ -20,6 +20,7 @@ from kvtransfer.layout import fingerprint, layout_to_proto, rank_to_proto
 from pdserve._worker_admin import Actions, CacheFeed, WorkerAdmin
 from pdserve._worker_advert import Advert, Identity, advertised
 from pdserve._worker_parts import Parts, load_runner
+from pdserve._worker_watch import Standstill, sample
 from protos.v1 import common_pb2, decode_pb2_grpc, kvsource_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import faults, lifecycle, logs, rpc
 from runtime.clock import SystemClock
@@ -33,7 +34,8 @@ EXIT_FAULT = 70
 """This process is beyond repair; another start may work."""
 
 ENGINE_STALL_S = 30.0
-"""An engine that has not turned for this long stands still (the longest honest step is a few seconds)."""
+"""An engine that has not turned for this long, although it could have run, stands still (the longest honest step is a
+few seconds)."""
 
 TICK_S = 0.1
 LOAD_EVERY_S = 1.0
@@ -93,6 +95,7 @@ class WorkerProcess:
         self._advert = Advert(config, identity, files, self._address, self._metrics)
         self._parts: Parts | None = None
         self._draining = False
+        self._still = Standstill(lambda: sample(self._parts.engine.thread_id) if self._parts is not None else None)
         self._health = Health(
             {"model": lambda: self._parts is not None, "registry": lambda: self._advert.registered},
             {"engine": self._engine_turns, "transfer": lambda: not self._transfer_fault()},
@@ -213,7 +216,7 @@ class WorkerProcess:
 
     def _stuck(self) -> bool:
         assert self._parts is not None
-        return self._clock.monotonic() - self._parts.engine.load().steps_alive_at > ENGINE_STALL_S
+        return self._still.look(self._parts.engine.load().steps_alive_at, self._clock.monotonic()) > ENGINE_STALL_S
 
     def _transfer_fault(self) -> str:
         return self._parts.puller.unhealthy() if self._parts is not None else ""
