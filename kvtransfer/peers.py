@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -32,6 +33,10 @@ from runtime.errors import KvLost, PdserveError, WorkerLost
 from runtime.rpc import from_rpc_error
 
 ChannelFactory = Callable[[str], grpc.aio.Channel]
+
+MOST_PEERS = 1024
+"""Sources known at a time; beyond that, the one not used for longest is forgotten. That a source has gone shows only when
+it is asked again, and a fleet that comes and goes leaves one at every address it had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +162,26 @@ class Peers:
     """Handshake cache by address. A peer that is gone, or answers in another epoch, is dropped with its
     agents, and the next use shakes hands anew."""
 
-    def __init__(self, me: Self, channel: ChannelFactory, clock: Clock, margin_s: float) -> None:
+    def __init__(
+        self, me: Self, channel: ChannelFactory, clock: Clock, margin_s: float, most: int = MOST_PEERS
+    ) -> None:
         self._me = me
         self._make_channel = channel
         self._clock = clock
         self._margin_s = margin_s
-        self._peers: dict[str, Peer] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._most = most
+        self._peers: dict[str, Peer] = {}  # by address, the one used last at the end
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # while somebody is at the address
         self._closing: set[asyncio.Task[None]] = set()
         self._meeting: Counter[str] = Counter()  # agents that a handshake is about to make known
 
     async def get(self, address: str, timeout: float) -> Peer:
         """The peer at `address`. Raises LayoutMismatch, WorkerLost, TransferFailed, DeadlineExceeded."""
-        async with self._locks.setdefault(address, asyncio.Lock()):
+        lock = self._locks.setdefault(address, asyncio.Lock())
+        async with lock:
             peer = self._peers.get(address)
             if peer is not None:
+                self._peers[address] = self._peers.pop(address)
                 return peer
             channel = self._make_channel(address)
             try:
@@ -183,6 +193,7 @@ class Peers:
             for known in list(self._peers.values()):
                 if known.worker_id == fresh.worker_id and known.epoch < fresh.epoch:
                     await self.drop(known)  # restarted at another address
+            await self._forget_oldest()
             return fresh
 
     @contextmanager
@@ -205,6 +216,11 @@ class Peers:
         for peer in list(self._peers.values()):
             await self.drop(peer)
         await asyncio.gather(*self._closing)
+
+    async def _forget_oldest(self) -> None:
+        unused = [peer for peer in self._peers.values() if not peer.users][:-1]  # the last one was just met
+        for peer in unused[: max(len(self._peers) - self._most, 0)]:
+            await self.drop(peer)
 
     async def _forget(self, peer: Peer) -> None:
         peer.dropped = True

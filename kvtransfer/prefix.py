@@ -4,12 +4,15 @@ A worker that is short of a prefix asks another for it by page key and tokens. W
 under a lease like a hand-off that is final from the start, so watching, renewing and releasing it are the same. Not to
 have it is an answer, not an error; another epoch or layout is one.
 
-Offers pin cached pages, so there are `most` of them at a time: whoever asks beyond that computes.
+Offers pin cached pages, so there are `most` of them at a time: whoever asks beyond that computes. Asking again ends
+the offer before, so an offer is known by the connection it was asked on: a name is only said, and another worker that
+says the same one must not end it. Asked again on a new connection, the earlier offer is left to its lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import hashlib
+from collections.abc import Awaitable, Callable
 
 from kvtransfer.source import HandoffStore
 from kvtransfer.tickets import KINDS
@@ -42,13 +45,14 @@ class Offers:
         self._most = most
         self._asked = 0
 
-    async def answer(self, request: pb.OfferPrefixRequest, identity: str) -> pb.OfferPrefixReply:
-        """identity: the caller's, as mutual TLS verified it. Raises EpochMismatch, LayoutMismatch, InvalidRequest."""
+    async def answer(self, request: pb.OfferPrefixRequest, identity: str, connection: str) -> pb.OfferPrefixReply:
+        """identity: the caller's, as mutual TLS verified it. connection: its address and port, as the transport has
+        them. Raises EpochMismatch, LayoutMismatch, InvalidRequest."""
         if request.source_epoch != self._epoch:
             raise EpochMismatch("the prefix was sought in another epoch of this worker")
         if request.layout_fingerprint != self._fingerprint:
             raise LayoutMismatch("the layout of the pages differs between the two workers")
-        wanted, key = wanted_of(request), _key(request)
+        wanted, key = wanted_of(request), _key(request, connection)
         if self._asked + self._store.live(LEG) >= self._most:
             return pb.OfferPrefixReply()
         self._asked += 1
@@ -119,12 +123,13 @@ def check_offer(wanted: Wanted, token_count: int, state: bool) -> bool:
     return wanted.first_token < token_count <= longest and (state or token_count % PAGE_TOKENS == 0)
 
 
-def _key(request: pb.OfferPrefixRequest) -> LegKey:
-    """Offers of one request to two workers are two."""
-    names: Sequence[str] = (request.worker_id, request.ref.request_id)
+def _key(request: pb.OfferPrefixRequest, connection: str) -> LegKey:
+    """Offers of one request to two workers are two, and so are those to two connections."""
+    names = (request.worker_id, request.ref.request_id)
     if not all(0 < len(name) <= MAX_NAME_CHARS for name in names) or not request.ref.attempt:
         raise InvalidRequest("worker_id and ref name the caller", field="ref", limit=str(MAX_NAME_CHARS))
-    return LegKey(" ".join(names), LEG, request.ref.attempt)
+    caller = hashlib.sha256(repr((connection, request.worker_id)).encode()).hexdigest()[:32]
+    return LegKey(f"{request.ref.request_id} {caller}", LEG, request.ref.attempt)
 
 
 def _reply(ticket: bytes, prefix: Prefix) -> pb.OfferPrefixReply:

@@ -113,7 +113,7 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
     ) -> pb.OfferPrefixReply:
         if self._offers is None or await faults.strike_async("kv.offer"):
             return pb.OfferPrefixReply()
-        return await self._offers.answer(request, peer_identity(context))
+        return await self._offers.answer(request, peer_identity(context), context.peer())
 
     async def Renew(  # noqa: N802
         self, request: pb.RenewRequest, context: ServicerContext[pb.RenewRequest, pb.RenewReply]

@@ -82,10 +82,13 @@ class ModelFiles:
             return byte_tokenizer.tokenizer()
         if self._header is not None:
             return gguf_model.tokenizer_of(self._header)
+        text = _text(self.path / "tokenizer.json")
         try:
-            tokenizer: Tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
-        except Exception as exc:
-            raise InvalidRequest("tokenizer.json cannot be read", field="model") from exc
+            tokenizer: Tokenizer = Tokenizer.from_str(text)
+        except Exception as exc:  # the library has no class for what it finds wrong: it raises bare Exception
+            if type(exc) is not Exception:
+                raise
+            raise InvalidRequest("tokenizer.json of the model is no tokenizer", field="model") from exc
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
@@ -274,12 +277,19 @@ def _json(path: Path, *, required: bool = False) -> dict[str, Any]:
     if not path.is_file() and not required:
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise InvalidRequest(f"{path.name} of the model cannot be read", field="model") from exc
+        content = json.loads(_text(path))
+    except ValueError as exc:
+        raise InvalidRequest(f"{path.name} of the model is not JSON", field="model") from exc
     if not isinstance(content, dict):
         raise InvalidRequest(f"{path.name} of the model is not an object", field="model")
     return content
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        raise InvalidRequest(f"{path.name} of the model cannot be read", field="model") from exc
 
 
 def _safetensors_header(path: Path) -> int:

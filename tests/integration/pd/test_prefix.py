@@ -193,8 +193,10 @@ async def test_a_source_that_lies_about_what_it_offers_is_a_miss(
     assert offers is not None
     honest = offers.answer
 
-    async def lying(request: kvsource_pb2.OfferPrefixRequest, identity: str) -> kvsource_pb2.OfferPrefixReply:
-        reply = await honest(request, identity)
+    async def lying(
+        request: kvsource_pb2.OfferPrefixRequest, identity: str, connection: str
+    ) -> kvsource_pb2.OfferPrefixReply:
+        reply = await honest(request, identity, connection)
         reply.token_count += lie
         return reply
 

@@ -113,3 +113,45 @@ async def test_a_source_met_by_two_addresses_serves_by_both_until_both_are_dropp
     await pull(reader, source, computed(source, "again"), reader.destination(MINE, TOKENS))
     await peers.drop(peers._peers[second])
     assert wire(reader)._peers == {}
+
+
+async def test_of_too_many_sources_the_one_not_used_for_longest_is_forgotten_and_met_again(make: Make) -> None:
+    reader, a, b, c = [await make(name) for name in ("d", "a", "b", "c")]
+    peers = reader.puller._peers
+    peers._most = 2
+    for source in (a, b, a, c):
+        await reader.puller.connect(source.address)
+    assert set(peers._peers) == {a.address, c.address}
+    assert set(wire(reader)._peers) == {"a/0/1", "c/0/1"}
+    assert len(peers._locks) == 0, "nobody is at any address"
+    await pull(reader, b, computed(b), reader.destination(MINE, TOKENS))
+    assert reader.wrong(7, PAGES, MINE) == []
+    assert set(peers._peers) == {c.address, b.address}
+
+
+async def test_a_source_that_is_read_from_is_not_forgotten_for_another(make: Make) -> None:
+    reader, a, b, c = [await make(name) for name in ("d", "a", "b", "c")]
+    peers = reader.puller._peers
+    peers._most = 1
+    await reader.puller.connect(a.address)
+    with peers.using(peers._peers[a.address]):
+        for source in (b, c):
+            await reader.puller.connect(source.address)
+        assert set(peers._peers) == {a.address, c.address}
+
+
+async def test_two_who_come_to_an_address_at_once_shake_hands_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = await make("p"), await make("d")
+    peers = reader.puller._peers
+    shaken = 0
+    honest = peers._shake
+
+    async def shake(*arguments: Any) -> Any:
+        nonlocal shaken
+        shaken += 1
+        return await honest(*arguments)
+
+    monkeypatch.setattr(peers, "_shake", shake)
+    first, second = await asyncio.gather(*(peers.get(source.address, 5.0) for _ in range(2)))
+    assert first is second
+    assert shaken == 1

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.layout import fingerprint
-from kvtransfer.prefix import MAX_TOKENS, question, wanted_of
-from kvtransfer.source import State
+from kvtransfer.prefix import MAX_TOKENS, _key, question, wanted_of
 from kvtransfer.types import Below, LegKey, Prefix, Wanted
 from protos.v1 import common_pb2
 from runtime.clock import SystemClock
@@ -112,7 +111,7 @@ async def test_another_epoch_or_layout_is_refused(make: Make) -> None:
         await ask(reader, source, epoch=source.epoch + 1)
     wrong = question("d", 1, source.epoch, fingerprint(layout(model="another")), REF, WANTED)
     with pytest.raises(LayoutMismatch):
-        await source.service._offers.answer(wrong, "")  # type: ignore[union-attr]
+        await source.service._offers.answer(wrong, "", "ipv4:127.0.0.1:1")  # type: ignore[union-attr]
     assert not holder.asked
 
 
@@ -131,7 +130,28 @@ async def test_asking_again_ends_the_offer_before(make: Make) -> None:
     with pytest.raises(KvLost):
         await pull(reader, source, first)
     await pull(reader, source, second)
-    assert source.store.state(LegKey("d r", "prefix", 1)) in (State.FINAL, State.RELEASED)
+
+
+async def test_another_worker_that_says_the_same_name_ends_no_offer(make: Make) -> None:
+    source, reader, holder = await pair(make)
+    impostor = await make(reader.worker_id)
+    ticket, _, _ = await ask(reader, source)
+    other, _, _ = await ask(impostor, source)
+    assert source.store.counts().leased == 2
+    assert holder.hold.releases == 0
+    await pull(reader, source, ticket)
+    await pull(impostor, source, other)
+
+
+def test_what_an_offer_is_known_by_cannot_be_put_together_otherwise() -> None:
+    def key(worker_id: str, request_id: str, connection: str = "ipv4:127.0.0.1:1") -> LegKey:
+        ref = common_pb2.AttemptRef(request_id=request_id, attempt=1)
+        return _key(question(worker_id, 1, 1, b"f", ref, WANTED), connection)
+
+    assert key("a", "b") == key("a", "b")
+    others = [("a b", "c"), ("a", "b c"), ("a", "c"), ("b", "c"), ("a', 'b", "c")]
+    assert len({key(*names) for names in others}) == len(others)
+    assert key("a", "b") != key("a", "b", "ipv4:127.0.0.1:2")
 
 
 async def test_an_offer_of_another_length_than_it_said_lands_nowhere(make: Make) -> None:

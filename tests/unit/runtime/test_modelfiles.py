@@ -10,6 +10,7 @@ import threading
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from gguf import GGUFReader, GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import gguf_model
+from runtime import gguf_model, modelfiles
 from runtime.errors import InvalidRequest, NotFound, PdserveError, Unsupported
 from runtime.gguf_header import read_header
 from runtime.modelfiles import SHIPPED, ModelFiles
@@ -232,6 +233,28 @@ def test_a_broken_folder_is_refused_naming_the_model(folder: Path, name: str, co
         ModelFiles.open(str(folder)).tokenizer()
     assert caught.value.field == "model"
     assert str(folder) not in caught.value.message
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"{", b'{"model": {"type": "BPE", "vocab": {"a": -1}}}'])
+def test_what_the_library_finds_wrong_in_a_tokenizer_is_a_broken_model(folder: Path, content: bytes) -> None:
+    (folder / "tokenizer.json").write_bytes(content)
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        ModelFiles.open(str(folder)).tokenizer()
+
+
+def test_a_tokenizer_that_is_no_text_cannot_be_read(folder: Path) -> None:
+    (folder / "tokenizer.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        ModelFiles.open(str(folder)).tokenizer()
+
+
+def test_a_fault_that_is_not_the_tokenizers_is_not_taken_for_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(text: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(modelfiles, "Tokenizer", SimpleNamespace(from_str=broken))
+    with pytest.raises(MemoryError):
+        ModelFiles.open(str(folder)).tokenizer()
 
 
 @pytest.mark.parametrize("name", ["", "no-such-model", "gpt-4"])
