@@ -35,7 +35,7 @@ from runtime.rpc import from_rpc_error
 ChannelFactory = Callable[[str], grpc.aio.Channel]
 
 MOST_PEERS = 1024
-"""Sources known at a time; beyond that, the one not used for longest is forgotten. That a source has gone shows only when
+"""Sources known at a time; beyond that, the one not used for longest is forgotten. That one has gone shows only when
 it is asked again, and a fleet that comes and goes leaves one at every address it had."""
 
 
