@@ -26,6 +26,10 @@ EASY_SAMPLES = 20
 LATE_S = 0.03
 """A timer this late says the same: others have the processor."""
 
+RAN_ABOVE = 0.15
+"""What others have taken is not given back by doing less of next to nothing: a thread that wants the processor all the
+time and hardly works when it has it is on a busy machine, not busy."""
+
 _log = structlog.get_logger("pdserve.router.pressure")
 
 
@@ -59,32 +63,34 @@ class Pressure:
     async def run(self) -> None:
         """Sample for ever: the share of the time in which this thread worked or would have, had it got a processor."""
         with contextlib.suppress(asyncio.CancelledError):
-            wall, wanted = time.monotonic(), _wanted_s()
+            wall, (ran, waited) = time.monotonic(), _seconds()
             while True:
                 await asyncio.sleep(SAMPLE_S)
-                now, latest = time.monotonic(), _wanted_s()
-                self.sampled((latest - wanted) / (now - wall), now - wall - SAMPLE_S)
-                wall, wanted = now, latest
+                now, (ran_now, waited_now) = time.monotonic(), _seconds()
+                worked = (ran_now - ran) / (now - wall)
+                self.sampled(worked, worked + (waited_now - waited) / (now - wall), now - wall - SAMPLE_S)
+                wall, ran, waited = now, ran_now, waited_now
 
-    def sampled(self, share: float, late_s: float) -> None:
-        """On at once; off only after a while of ease, since sharing chunks is what brings the ease about."""
-        if share > BUSY_ABOVE or late_s > LATE_S:
+    def sampled(self, worked: float, share: float, late_s: float) -> None:
+        """On at once; off only after a while of ease, since sharing chunks is what brings the ease about. worked: the
+        share of the time in which this thread ran; share: with what it waited for a processor."""
+        if worked > RAN_ABOVE and (share > BUSY_ABOVE or late_s > LATE_S):
             self.on, self._easy = True, 0
-        elif share >= EASY_BELOW:
+        elif worked > RAN_ABOVE and share >= EASY_BELOW:
             self._easy = 0
         else:
             self._easy += 1
             self.on = self.on and self._easy < EASY_SAMPLES
 
 
-def _wanted_s() -> float:
+def _seconds() -> tuple[float, float]:
     """Seconds this thread ran, and waited to run where the kernel tells."""
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:
             ran, waited, _ = file.read().split()
-        return (int(ran) + int(waited)) / 1e9
+        return int(ran) / 1e9, int(waited) / 1e9
     except (OSError, ValueError):
-        return time.thread_time()
+        return time.thread_time(), 0.0
 
 
 Joined = tuple[int, int, Sequence[int], Sequence[common_pb2.TokenLogprob], int]

@@ -35,6 +35,12 @@ COLLECT_S = 0.002
 """Under pressure commands are collected for so long: a message costs as much as a dozen commands, and so does the one
 that answers it."""
 
+WORTH = 4
+"""Commands that must be expected to come in that time. Pressure lasts for a second after its cause; what collects
+nothing would only be late, five times on a request's way."""
+
+_MEMORY = 16.0
+
 _RETRY_S = 0.05
 _EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  the stubs do not know it
 _log = structlog.get_logger("pdserve.router.links")
@@ -57,6 +63,24 @@ class Leg(Protocol):
     def on_lost(self, error: PdserveError) -> None: ...
 
     def next_sequence(self) -> list[int]: ...
+
+
+class Density:
+    """How densely commands leave: smoothed seconds from one to the next."""
+
+    def __init__(self) -> None:
+        self._gap_s = COLLECT_S
+        self._at = 0.0
+
+    @property
+    def worth_collecting(self) -> bool:
+        return self._gap_s * WORTH <= COLLECT_S
+
+    def sent(self, count: int, now: float) -> None:
+        """A pause of any length counts as one of COLLECT_S: what came before it is not forgotten."""
+        gap = min((now - self._at) / count, COLLECT_S)
+        self._gap_s += min(count / _MEMORY, 1.0) * (gap - self._gap_s)
+        self._at = now
 
 
 class Service(Protocol[D]):
@@ -111,6 +135,7 @@ class Link(Generic[C]):
         self._submissions: deque[tuple[Key, C]] = deque()
         self._unsent: dict[Key, int] = {}  # submissions that wait, by request
         self._reserving: dict[Key, Answered] = {}
+        self._density = Density()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._lost_at: float | None = None
@@ -270,12 +295,16 @@ class Link(Generic[C]):
             self._lose(key, WorkerLost("the worker no longer knows the request"))
 
     async def _write(self, call: Any) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             if not (self._urgent or self._submissions):
                 self._wake.clear()
                 await self._wake.wait()
-            if self._pressure.on and self.streams_reserve:
+            if self._pressure.on and self.streams_reserve and self._density.worth_collecting:
                 await asyncio.sleep(COLLECT_S)
+            count = len(self._urgent) + len(self._submissions)
+            if count:
+                self._density.sent(count, loop.time())
             while self._urgent or self._submissions:
                 await call.write(self._next_message())
 

@@ -136,9 +136,9 @@ def test_tokens_that_follow_each_other_become_one_and_a_gap_or_an_end_divides() 
 def test_pressure_comes_at_once_and_goes_after_a_while_of_ease() -> None:
     pressure = Pressure()
 
-    def after(share: float, late_s: float = 0.0, times: int = 1) -> bool:
+    def after(share: float, late_s: float = 0.0, times: int = 1, worked: float = 0.2) -> bool:
         for _ in range(times):
-            pressure.sampled(share, late_s)
+            pressure.sampled(worked, share, late_s)
         return pressure.on
 
     assert not after(0.7, times=50)
@@ -148,6 +148,19 @@ def test_pressure_comes_at_once_and_goes_after_a_while_of_ease() -> None:
     assert after(0.1, times=EASY_SAMPLES - 1)
     assert not after(0.1)
     assert after(0.1, late_s=0.05)
+
+
+def test_a_busy_machine_is_no_pressure_on_a_router_that_hardly_works() -> None:
+    pressure = Pressure()
+    for _ in range(10):
+        pressure.sampled(0.05, 0.99, 0.05)
+    assert not pressure.on
+
+    pressure.sampled(0.3, 0.99, 0.0)
+    assert pressure.on
+    for _ in range(EASY_SAMPLES):
+        pressure.sampled(0.05, 0.99, 0.05)
+    assert not pressure.on
 
 
 async def test_a_flush_that_fails_holds_back_no_others() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from protos.v1 import common_pb2, prefill_pb2
 from router.pressure import Pressure
-from router.workers.links import Link
+from router.workers.links import Density, Link
 from router.workers.worker import PrefillService
 from runtime.errors import PdserveError, WorkerLost
 
@@ -109,10 +109,12 @@ async def test_what_was_queued_before_the_stream_was_attached_is_sent_then(busy:
         assert call.written[1] == submit(1)
 
 
-async def test_under_pressure_what_comes_within_two_milliseconds_is_one_message() -> None:
+@pytest.mark.parametrize("dense", [True, False])
+async def test_under_pressure_what_comes_densely_within_two_milliseconds_is_one_message(dense: bool) -> None:
     pressure = Pressure()
     pressure.on = True
     async with linked(pressure) as (link, call):
+        link._density._gap_s = 0.0001 if dense else 0.01
         call.welcome.set()
         async with asyncio.timeout(5):
             await link.connected.wait()
@@ -120,9 +122,32 @@ async def test_under_pressure_what_comes_within_two_milliseconds_is_one_message(
         for number in range(3):
             link.attach((str(number), 1), Leg(), submit(number))
             await asyncio.sleep(0)  # the writer is awake from the first on
+            await asyncio.sleep(0)
 
-        await call.until(2)
-        assert list(call.written[1].batch) == [submit(number) for number in range(3)]
+        if dense:
+            await call.until(2)
+            assert list(call.written[1].batch) == [submit(number) for number in range(3)]
+        else:
+            await call.until(4)
+            assert call.written[1:] == [submit(number) for number in range(3)]
+
+
+def test_collecting_is_worth_it_where_four_more_commands_are_to_be_expected() -> None:
+    density, now = Density(), 100.0
+    assert not density.worth_collecting
+
+    def paced(gap_s: float, count: int = 1, times: int = 100) -> bool:
+        nonlocal now
+        for _ in range(times):
+            now += gap_s * count
+            density.sent(count, now)
+        return density.worth_collecting
+
+    assert paced(0.0004)
+    assert not paced(0.0006)
+    assert paced(0.0004, count=5), "collected ones count as what they are"
+    assert paced(60.0, times=1), "one pause is not sparseness"
+    assert not paced(60.0, times=20)
 
 
 async def test_a_reservation_nobody_waits_for_any_longer_is_told_once() -> None:
