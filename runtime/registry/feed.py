@@ -3,7 +3,8 @@
 Each turn lists everything and compares, so a missed notice costs one turn and never a stale worker for hours; notices
 only make the turn come early. While the store is away the last view stays (fail-static), and when it is back nobody is
 declared gone for one TTL: a restarted, empty store fills up again as workers renew. The same holds for one worker whose
-record somebody has spoiled.
+record somebody has spoiled, and for all of them when it was this process that stood still: their renewals wait to be
+read, and a machine that stood still has kept the workers from sending any.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from runtime.metrics import Metrics
 from runtime.registry.store import Store, WorkerRecord
 
 _TURNS_PER_TTL = 4
+_LATE_SHARE = 0.5
+"""Of a TTL between two turns, and this process did not get to run as it should."""
 _log = structlog.get_logger("pdserve.registry")
 
 
@@ -48,6 +51,7 @@ class Feed:
         self._changed = changed
         self._removed = removed
         self._grace_until = 0.0
+        self._looked_at: float | None = None
         self._cursor = ""
         self._spoiled: dict[str, float] = {}
         self._incarnation = ""
@@ -93,6 +97,14 @@ class Feed:
         self._compare(snapshot.records)
         self.synced.set()
 
+    def _mind_the_gap(self) -> None:
+        """Called once a turn."""
+        now = self._clock.monotonic()
+        if self._looked_at is not None and now - self._looked_at > _LATE_SHARE * self._ttl_s:
+            self._grace_until = now + self._ttl_s
+            _log.warning("registry_feed_late", seconds=round(now - self._looked_at, 1))
+        self._looked_at = now
+
     def _compare(self, records: dict[str, WorkerRecord]) -> None:
         now = self._clock.monotonic()
         for worker_id, old in list(self.workers.items()):
@@ -112,6 +124,7 @@ class Feed:
 
     async def _run(self) -> None:
         while not self._stopping:
+            self._mind_the_gap()
             try:
                 await self.turn()
             except Exception as exc:  # noqa: BLE001  supervises: a fault over one worker hides no other from the router

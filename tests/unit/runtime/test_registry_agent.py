@@ -278,6 +278,33 @@ async def test_a_worker_whose_record_somebody_spoiled_stays_one_ttl() -> None:
     assert seen.log == ["added w/1", "removed w/1"]
 
 
+async def test_a_router_that_stood_still_declares_nobody_gone_before_they_could_renew() -> None:
+    class Waits(MemoryStore):
+        """Every wait takes as long as the test says."""
+
+        def __init__(self) -> None:
+            super().__init__(clock)
+            self.taken: asyncio.Queue[float] = asyncio.Queue()
+
+        async def wait(self, cursor: str, timeout_s: float) -> None:
+            clock.advance(await self.taken.get())
+            self.taken.task_done()
+
+    clock = FakeClock()
+    store = Waits()
+    seen = Seen(store, clock)
+    await store.put(record(), TTL_S)
+    seen.feed.start()
+    store.taken.put_nowait(10 * TTL_S)
+    for _ in range(4):
+        store.taken.put_nowait(TTL_S / 4)
+    await until(lambda: not store.taken.qsize())
+    assert seen.log == ["added w/1"]
+    store.taken.put_nowait(TTL_S / 4)
+    await until(lambda: seen.log == ["added w/1", "removed w/1"])  # it has not renewed: a TTL later it goes
+    await seen.feed.stop()
+
+
 async def test_a_fault_over_one_worker_hides_no_other() -> None:
     store, seen = MemoryStore(SystemClock()), list[str]()
 
