@@ -192,7 +192,7 @@ async def answered(asked: Future[T | None], give_back: Callable[[T], None]) -> T
     except asyncio.CancelledError:
 
         def return_it(done: Future[T | None]) -> None:
-            if not done.cancelled() and (value := done.result()) is not None:
+            if not done.cancelled() and done.exception() is None and (value := done.result()) is not None:
                 give_back(value)
 
         if not asked.cancel():

@@ -11,10 +11,13 @@ What another worker is given is pinned only as far as nobody here is waiting for
 anybody who was promised it. Both are answered at once, under the pools' lock, where that is enough: nothing can be
 evicted between finding and holding, and a step of the model may last longer than a fetch. Where records have to be
 folded, or others' pages evicted, the engine thread answers between two steps. So the answer is a future.
+
+A fault in one of these is its asker's, who computes instead: it ends neither the step nor the engine of everybody else.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,6 +32,8 @@ from engine.tiers.index import Entry
 from engine.tiers.pool import Sums
 from engine.tiers.states import HostState
 from kvtransfer.types import PAGE_TOKENS, Below, Destination, LegKey, Prefix, Wanted
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Post = Callable[[Callable[[], None]], bool]
@@ -113,7 +118,7 @@ class Prefixes:
 
     def publish(self, staged: Staged) -> None:
         """What was staged has arrived and is verified: whoever is submitted after this hits it."""
-        if not self._post(lambda: self._publish(staged)):
+        if not self._post(lambda: self._published(staged)):
             staged.hold.release()
 
     def drop(self, staged: Staged) -> None:
@@ -130,7 +135,7 @@ class Prefixes:
         for one in asked:
             if self._now() >= one.until:
                 _give(one.answer, None)
-            elif not self._stage(one):
+            elif not self._staged(one):
                 self._asked.append(one)
 
     def close(self) -> None:
@@ -210,8 +215,18 @@ class Prefixes:
 
     # --- what comes -----------------------------------------------------------------------------------------------
 
-    def _stage(self, asked: _Asked) -> bool:
+    def _staged(self, asked: _Asked) -> bool:
         """Whether it is answered."""
+        try:
+            return self._stage(asked)
+        except Exception as fault:  # noqa: BLE001 - supervises the answer: who asked gets the fault
+            if not asked.answer.done() and asked.answer.set_running_or_notify_cancel():
+                asked.answer.set_exception(fault)
+            else:
+                _log.exception("room that nobody waits for any more could not be given back")
+            return True
+
+    def _stage(self, asked: _Asked) -> bool:
         if asked.answer.cancelled():
             return True
         memory = self._memory
@@ -262,6 +277,14 @@ class Prefixes:
         held = len(shared) * PAGE_TOKENS
         return Staged(asked.wanted, Destination(tuple(pages), tuple(slots), count, held, theirs), ours)
 
+    def _published(self, staged: Staged) -> None:
+        try:
+            self._publish(staged)
+        except Exception:  # noqa: BLE001 - supervises the cache's gain: without it the request computes its prompt
+            _log.exception("a prefix that has come could not be cached")
+        finally:
+            staged.hold.release()
+
     def _publish(self, staged: Staged) -> None:
         memory, wanted, landed = self._memory, staged.wanted, staged.destination
         full = landed.token_count // PAGE_TOKENS
@@ -275,7 +298,6 @@ class Prefixes:
                 memory.states.publish(keys, landed.token_count, tail, slot, page, landed.token_count)
             if memory.tiers is not None:
                 memory.tiers.sightings.written(keys, landed.held // PAGE_TOKENS, len(wanted.tokens))
-        staged.hold.release()
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -288,8 +310,12 @@ class Prefixes:
         answer: Future[T | None] = Future()
 
         def run() -> None:
-            if answer.set_running_or_notify_cancel():
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
                 answer.set_result(work())
+            except Exception as fault:  # noqa: BLE001 - supervises the answer: who asked gets the fault
+                answer.set_exception(fault)
 
         if not self._post(run):
             answer.set_result(None)

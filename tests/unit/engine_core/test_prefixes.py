@@ -269,3 +269,59 @@ def test_a_state_with_records_is_folded_before_it_is_offered() -> None:
     assert prefix is not None
     assert folded == [(prefix.slots[0], 40)]
     prefix.hold.release()
+
+
+def still_serves(lab: Lab) -> None:
+    asked = request("other", prompt(30, 9), max_tokens=4)
+    lab.submit(asked)
+    lab.run()
+    assert lab.tokens(asked.key) == list(undisturbed(prompt(30, 9), asked.sampling, state=lab.state)[0])
+    baseline(lab)
+
+
+def test_a_fault_in_a_question_is_the_askers_and_not_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(state=True)
+    warm(lab, prompt(100))
+
+    def broken(_: object) -> None:
+        raise RuntimeError("the records could not be folded")
+
+    monkeypatch.setattr(lab.engine.prefixes, "_has_records", lambda state: True)
+    monkeypatch.setattr(lab.engine.prefixes, "_settle", broken)
+    asked = lab.engine.prefixes.offer(wanted(prompt(100), state=True))
+    lab.run()
+    assert isinstance(asked.exception(timeout=0), RuntimeError)
+    still_serves(lab)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_fault_in_making_room_is_the_askers_and_not_the_engines(monkeypatch: pytest.MonkeyPatch, gone: bool) -> None:
+    lab = full_of_cache(False)
+    asked = lab.engine.prefixes.stage(wanted(prompt(90, 2)), 80, LegKey("r", "prefill", 1), 1e9)
+
+    def broken(_: object) -> None:
+        if gone:
+            asked.cancel()
+        raise RuntimeError("no room can be made")
+
+    monkeypatch.setattr(lab.engine.prefixes, "_taken", broken)
+    lab.run()
+    assert asked.cancelled() if gone else isinstance(asked.exception(timeout=0), RuntimeError)
+    still_serves(lab)
+
+
+def test_a_prefix_that_cannot_be_cached_is_dropped_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab()
+    room = staged(lab, wanted(prompt(100)), 96)
+    assert room is not None
+    room.destination.hold.release()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the cache is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.engine.cache, "publish", broken)
+        lab.engine.prefixes.publish(room)
+        lab.run()
+    assert lab.engine.pages.referenced == 0
+    still_serves(lab)
