@@ -18,6 +18,7 @@ import structlog
 from protos.v1 import common_pb2, decode_pb2
 from router.admission.tenants import Tenant
 from router.dispatch import continuity
+from router.dispatch.bells import LATE_S
 from router.dispatch.booking import Booking
 from router.dispatch.continuity import Piece, RetryBudget
 from router.dispatch.legs import DepartedLeg
@@ -330,8 +331,13 @@ class Dispatch:
         if now >= self.work.deadline:
             self.settle(DeadlineExceeded("the request's deadline passed"))
             return
+        late = now - self._rings_at
         for passage in list(self.passages):
-            if passage.moved_at is not None and now >= passage.moved_at + passage.silence_s:
+            if passage.moved_at is None:
+                continue
+            if late > LATE_S:  # nobody was silent, this router did not listen: what was said meanwhile is read next
+                passage.moved_at += late
+            elif now >= passage.moved_at + passage.silence_s:
                 passage.timed_out()
         if not self.done.done():
             self._arm()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from protos.v1 import common_pb2, decode_pb2
 from router.dispatch import legs
+from router.dispatch.bells import Bell
 from router.dispatch.booking import Booking
 from router.dispatch.continuity import Piece
 from router.dispatch.legs import DecodeLeg, DepartedLeg, PrefillLeg
@@ -186,7 +187,7 @@ class Seats:
         remaining_ms = self._remaining_ms()
         for leg in asked:
             leg.ask(self.shared.router_id, self._needs(leg, local), remaining_ms, one)
-        timer = loop.call_later(min(RESERVE_TIMEOUT_S, remaining_ms / 1000), _no_answer, asked)
+        timer = Bell(loop, min(RESERVE_TIMEOUT_S, remaining_ms / 1000), lambda: _no_answer(asked))
         await answered  # cancelled: the timer goes on, so that nothing waits for a worker that never answers
         timer.cancel()
 

@@ -175,6 +175,8 @@ class Fleet:
                 self._notify()
             except PdserveError as error:
                 _log.info("worker_not_usable", worker=worker.id, reason=error.reason, message=error.message)
+            except Exception as exc:  # noqa: BLE001  supervises: a worker that was met with a bug is met again
+                _log.error("worker_not_kept", worker=worker.id, exc_info=exc)
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_MAX_S)
 

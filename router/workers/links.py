@@ -43,6 +43,9 @@ _MEMORY = 16.0
 
 _RETRY_S = 0.05
 _EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  the stubs do not know it
+_BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
+"""How writing to a call that is over ends."""
+
 _log = structlog.get_logger("pdserve.router.links")
 
 Key = tuple[str, int]
@@ -225,6 +228,13 @@ class Link(Generic[C]):
             except grpc.aio.AioRpcError as exc:
                 gone = _is_gone(exc)
                 error = WorkerLost("the worker's stream broke")
+            except asyncio.CancelledError:
+                if _told_to_end():
+                    raise
+                gone, error = False, WorkerLost("the worker's stream was given up")  # by its writer
+            except Exception as exc:  # noqa: BLE001  supervises: a worker is not lost for good over one message
+                _log.error("link_failed", service=self._service.name, exc_info=exc)
+                gone, error = False, WorkerLost("the worker's stream failed")
             self.connected.clear()
             self._on_connected(False)
             if gone or self._too_late():
@@ -279,12 +289,14 @@ class Link(Generic[C]):
                 if writer is None and message.events and message.events[0].HasField("welcome"):
                     self._welcome(message.events[0].welcome, asked)
                     writer = asyncio.create_task(self._write(call))
+                    writer.add_done_callback(lambda _: call.cancel())  # what cannot be written is not read either
                 self._deliver(message)
         finally:
             if writer is not None:
                 writer.cancel()
-                with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    await writer
+                ended = await asyncio.gather(writer, return_exceptions=True)
+                if isinstance(ended[0], Exception) and not isinstance(ended[0], _BROKEN):
+                    _log.error("link_writer_failed", service=self._service.name, exc_info=ended[0])
 
     def _welcome(self, welcome: common_pb2.Welcome, asked: set[Key]) -> None:
         self._lost_at = None
@@ -402,6 +414,12 @@ class Link(Generic[C]):
         self._lose_reservations()
         for key in list(self._legs):
             self._lose(key, error)
+
+
+def _told_to_end() -> bool:
+    """gRPC raises CancelledError for a call that was cancelled, too: only the task itself knows better."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _is_gone(exc: grpc.aio.AioRpcError) -> bool:

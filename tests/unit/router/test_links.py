@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -44,11 +44,11 @@ class Call:
 
 
 class Service(PrefillService):
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, opened: Callable[[], Call]) -> None:
+        self._opened = opened
 
     def open(self) -> Any:
-        return self._call
+        return self._opened()
 
 
 class Leg:
@@ -73,10 +73,12 @@ def submit(number: int) -> prefill_pb2.PrefillCommand:
 
 
 @asynccontextmanager
-async def linked(pressure: Pressure) -> AsyncIterator[tuple[Link[prefill_pb2.PrefillCommand], Call]]:
+async def linked(
+    pressure: Pressure, opened: Callable[[], Call] | None = None
+) -> AsyncIterator[tuple[Link[prefill_pb2.PrefillCommand], Call]]:
     call = Call()
     link: Link[prefill_pb2.PrefillCommand] = Link(
-        Service(call),
+        Service(opened or (lambda: call)),
         "router",
         1,
         1.0,
@@ -162,3 +164,49 @@ async def test_a_reservation_nobody_waits_for_any_longer_is_told_once() -> None:
         link.forget_reserve(("1", 1))
 
         assert [(type(error), error.reason) for error in told] == [(WorkerLost, "reserve_timeout")]
+
+
+class Brittle(Call):
+    """A stream that fails where gRPC does not say so: its writer, or its reader, with an error of no kind known."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self._fails = fails
+        self._ended = asyncio.Event()
+        self.welcome.set()
+
+    async def write(self, message: prefill_pb2.PrefillCommand) -> None:
+        if self._fails == "writing" and not message.HasField("hello"):
+            raise ValueError("a message that cannot be written")
+        await super().write(message)
+
+    async def read(self) -> prefill_pb2.PrefillEvents:
+        if not self._welcomed:
+            return await super().read()
+        if self._fails == "reading":
+            raise ZeroDivisionError
+        await self._ended.wait()
+        raise asyncio.CancelledError  # as gRPC does for a call that was cancelled
+
+    def cancel(self) -> None:
+        self._ended.set()
+
+
+@pytest.mark.parametrize("fails", ["writing", "reading"])
+async def test_a_stream_that_fails_in_a_way_of_its_own_is_attached_again(fails: str) -> None:
+    calls = [Brittle(fails), Call()]
+    opened: list[Call] = []
+
+    def open_one() -> Call:
+        opened.append(calls[len(opened)])
+        return opened[-1]
+
+    async with linked(Pressure(), open_one) as (link, _):
+        await calls[0].until(1)
+        link.send(("1", 1), submit(1))
+        await calls[1].until(1)
+        calls[1].welcome.set()
+        async with asyncio.timeout(5):
+            await link.connected.wait()
+        assert len(opened) == 2
+        assert not link.closed
