@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -27,6 +29,9 @@ from bench.sim.experiment import POLICIES, Capacity, Experiment, Setting
 from runtime.errors import InvalidRequest, PdserveError
 
 SHIPPED = Path(__file__).parent / "data" / "mooncake_conversation_trace.jsonl.gz"
+
+FASTEST = 1e6
+"""Requests per second, or times the trace's own speed: beyond, times drown in rounding."""
 
 Report = Callable[[str, float], None]
 PLOTTED = (
@@ -39,12 +44,20 @@ PLOTTED = (
 
 def cache_folder() -> Path:
     """Where capacities are remembered."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "pdserve" / "bench"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        base = Path(tempfile.gettempdir())
+    return base / "pdserve" / "bench"
 
 
 def rates(
-    experiment: Experiment, loads: list[float], rate: float, speedup: float, cache: Path | None, report: Report
+    experiment: Experiment,
+    loads: list[float],
+    rate: float | None,
+    speedup: float | None,
+    cache: Path | None,
+    report: Report,
 ) -> tuple[Capacity | None, list[tuple[float | None, float]]]:
     """(capacity, [(load, requests per second)]). Only a load needs the capacity."""
     if rate:
@@ -146,9 +159,13 @@ def plot(file: Path, at: list[tuple[float | None, float]], results: list[dict[st
     if len(at) > 1:
         axes.flat[0].legend()
     figure.tight_layout()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=120, format="png")
+    except OSError as exc:
+        raise InvalidRequest(f"the plot cannot be written to {file}: {exc.strerror}", field="plot") from exc
+    finally:
+        pyplot.close(figure)
 
 
 def _names(_: click.Context, __: click.Parameter, value: str) -> list[str]:
@@ -169,6 +186,22 @@ def _loads(_: click.Context, __: click.Parameter, value: str) -> list[float]:
     return loads
 
 
+def _positive(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not 0 < value < FASTEST:
+        raise click.BadParameter(f"more than 0 and less than {FASTEST:g}")
+    return value
+
+
+def _folder(_: click.Context, __: click.Parameter, value: str | None) -> Path | None:
+    if value is None:
+        return None
+    try:
+        Path(value).mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise click.BadParameter(f"{value}: {exc.strerror}") from exc
+    return Path(value)
+
+
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False), default=str(SHIPPED))
 @click.option(
@@ -181,11 +214,11 @@ def _loads(_: click.Context, __: click.Parameter, value: str) -> list[float]:
 @click.option("--requests", default=1500, show_default=True, type=click.IntRange(1))
 @click.option("--skip", default=0, type=click.IntRange(0), help="begin behind so many requests of the trace")
 @click.option("--load", "loads", default="0.8", show_default=True, callback=_loads)
-@click.option("--rate", default=0.0, type=click.FloatRange(0), help="requests per second, instead of --load")
-@click.option("--speedup", default=0.0, type=click.FloatRange(0), help="times the trace's own speed, instead of --load")
+@click.option("--rate", type=float, callback=_positive, help="requests per second, instead of --load")
+@click.option("--speedup", type=float, callback=_positive, help="times the trace's own speed, instead of --load")
 @click.option("--seed", default=1, show_default=True, type=click.IntRange(0))
 @click.option("--unit-tokens", default=256, show_default=True, help="grid of the simulated pools: 16 to 256")
-@click.option("--cache-dir", type=click.Path(file_okay=False), help="where capacities are remembered")
+@click.option("--cache-dir", type=click.Path(file_okay=False), callback=_folder, help="where capacities are remembered")
 @click.option("--no-cache", is_flag=True, help="find the capacity again")
 @click.option("--plot", "picture", type=click.Path(dir_okay=False), help="PNG  [replay.png, not with --json]")
 @click.option("--json", "as_json", is_flag=True, help="one JSON object and nothing else")
@@ -199,11 +232,11 @@ def main(
     requests: int,
     skip: int,
     loads: list[float],
-    rate: float,
-    speedup: float,
+    rate: float | None,
+    speedup: float | None,
     seed: int,
     unit_tokens: int,
-    cache_dir: str | None,
+    cache_dir: Path | None,
     no_cache: bool,
     picture: str | None,
     as_json: bool,
@@ -214,7 +247,10 @@ def main(
         )
     if as_json and len(loads) > 1:
         raise click.UsageError("--json prints one object: give one --load")
-    cache = None if no_cache else Path(cache_dir) if cache_dir else cache_folder()
+    asked = click.get_current_context().get_parameter_source("loads") is ParameterSource.COMMANDLINE
+    if asked + (rate is not None) + (speedup is not None) > 1:
+        raise click.UsageError("--load, --rate and --speedup each say how fast requests come: give one")
+    cache = None if no_cache else cache_dir or cache_folder()
     setting = Setting(str(Path(trace).resolve()), profile, prefill, decode, requests, seed, unit_tokens, skip)
     with progress_bar(quiet=as_json) as report:
         experiment = Experiment(setting)

@@ -4,7 +4,9 @@ and `--help` is quick."""
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -21,12 +23,21 @@ class _Group(click.Group):
     command_class = Command
 
     def invoke(self, ctx: click.Context) -> Any:
+        _pin_modules()
         try:
             return super().invoke(ctx)
         except PdserveError as error:
             key = f"{error.field}: " if error.field and not error.message.startswith(error.field) else ""
             click.echo(f"pdserve: {key}{error.message}", err=True)
             sys.exit(EXIT_REFUSED if isinstance(error, InvalidRequest | NotFound) else 1)
+
+
+def _pin_modules() -> None:
+    """The processes we start (`python -m ...`) run this code, not what a folder named router or bench holds where the
+    user happens to be: Python would look there first."""
+    root = str(Path(__file__).parent.parent)
+    paths = [root, *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root)]
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "show_default": False})

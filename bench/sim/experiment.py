@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -126,11 +127,12 @@ class Experiment:
             return known
         found = self._bisect(progress)
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
             content = {**asdict(found), **asdict(self.setting), "version": VERSION}
             temporary = file.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(content), encoding="utf-8")
-            temporary.replace(file)
+            with contextlib.suppress(OSError):  # not remembered: a read-only home costs time, not the run
+                file.parent.mkdir(parents=True, exist_ok=True)
+                temporary.write_text(json.dumps(content), encoding="utf-8")
+                temporary.replace(file)
         return found
 
     def _bisect(self, progress: Progress) -> Capacity:

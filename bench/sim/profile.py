@@ -121,14 +121,15 @@ class Profile:
     @staticmethod
     def parse(name: str, content: Any) -> Profile:
         """Raises InvalidRequest."""
-        if not isinstance(content, dict) or set(content) != set(_SECTIONS):
-            raise _bad(f"a profile has exactly the sections {', '.join(_SECTIONS)}")
+        _named("a profile", content, set(_SECTIONS), set(_SECTIONS))
         sections = {key: _section(kind, key, content[key]) for key, kind in _SECTIONS.items()}
         profile = Profile(name, **sections)
         if profile.model.kind not in ("dense", "hybrid"):
             raise _bad("model.kind is dense or hybrid")
         if profile.model.kind == "hybrid" and not (profile.model.checkpoint_interval and profile.pool.state_slots):
             raise _bad("a hybrid model needs model.checkpoint_interval and pool.state_slots")
+        if profile.noise.stall_probability > 1:
+            raise _bad("noise.stall_probability is at most 1")
         return profile
 
     def prefill_s(self, start: int, tokens: int) -> float:
@@ -154,6 +155,13 @@ _SECTIONS: dict[str, type[Any]] = {
     "noise": NoiseTerms,
     "heterogeneity": Heterogeneity,
 }
+_POSITIVE = {
+    *("model.layers", "model.kv_bytes_per_token", "pool.kv_tokens", "pool.max_batch", "prefill.chunk_tokens"),
+    *("transfer.bandwidth_Bps", "transfer.shared_nic_workers", "tiers.host_Bps", "tiers.disk_Bps"),
+    "noise.stall_factor",
+}
+"""With 0 of these nothing would ever be served, or a chunk would never end."""
+_LARGEST = 2.0**53
 _DATA = Path(__file__).parent.parent / "data"
 
 
@@ -168,9 +176,17 @@ def find(path: str | Path) -> Path:
 def _section(kind: type[_T], key: str, values: Any) -> _T:
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     required = {name for name, field in known.items() if field.default is MISSING}
-    if not isinstance(values, dict) or not required <= set(values) <= set(known):
-        raise _bad(f"{key} needs {', '.join(sorted(required))} and knows {', '.join(known)}")
+    _named(key, values, required, set(known))
     return kind(**{name: _typed(f"{key}.{name}", known[name].type, value) for name, value in values.items()})
+
+
+def _named(what: str, values: Any, required: set[str], known: set[str]) -> None:
+    if not isinstance(values, dict):
+        raise _bad(f"{what} needs {', '.join(sorted(required))}")
+    names = {str(name) for name in values}
+    for text, wrong in (("does not know", names - known), ("needs", required - names)):
+        if wrong:
+            raise _bad(f"{what} {text} {', '.join(sorted(wrong))} (it knows {', '.join(sorted(known))})")
 
 
 def _typed(name: str, kind: Any, value: Any) -> Any:
@@ -183,6 +199,10 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
         raise _bad(f"{name} is not a number: {value!r}") from exc
     if not 0 <= number < float("inf"):
         raise _bad(f"{name} must be finite and not negative, not {value!r}")
+    if name in _POSITIVE and not number:
+        raise _bad(f"{name} is more than 0")
+    if kind == "int" and (number != int(number) or number > _LARGEST):
+        raise _bad(f"{name} is a whole number, not {value!r}")
     return int(number) if kind == "int" else number
 
 

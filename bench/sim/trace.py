@@ -12,10 +12,13 @@ import gzip
 import hashlib
 import io
 import json
+import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,12 +33,14 @@ _PRIVATE = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """at: seconds since the trace's first request."""
+    """at: seconds since the trace's first request. tenant and priority: traces name none."""
 
     at: float
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
+    tenant: str = ""
+    priority: int = 0
 
 
 def load(path: str | Path, limit: int = 0, skip: int = 0) -> list[Entry]:
@@ -43,12 +48,12 @@ def load(path: str | Path, limit: int = 0, skip: int = 0) -> list[Entry]:
     try:
         data = Path(path).read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as exc:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as exc:
         raise _bad(f"the trace {path} cannot be read") from exc
     try:
         entries = _mooncake(text) if text.lstrip().startswith("{") else _azure(text)
-    except (ValueError, KeyError, TypeError) as exc:
-        raise _bad("the trace is neither Mooncake JSON lines nor an Azure CSV") from exc
+    except (ValueError, KeyError, TypeError, csv.Error) as exc:
+        raise _bad(f"the trace is neither Mooncake JSON lines nor an Azure CSV ({exc})") from exc
     entries.sort(key=lambda entry: entry.at)
     chosen = entries[skip : skip + limit] if limit else entries[skip:]
     if not chosen:
@@ -62,23 +67,33 @@ def _mooncake(text: str) -> list[Entry]:
     for line in text.splitlines():
         if line.strip():
             row = json.loads(line)
-            prompt = int(row["input_length"])
-            blocks = tuple(int(block) for block in row["hash_ids"])
+            prompt = _count(row["input_length"])
+            blocks = tuple(_count(block) for block in row["hash_ids"])
             if prompt < 1 or len(blocks) * BLOCK_TOKENS < prompt:
                 raise ValueError("a prompt longer than its blocks")
-            entries.append(Entry(row["timestamp"] / 1000, prompt, max(int(row["output_length"]), 1), blocks))
+            at = float(row["timestamp"]) / 1000
+            if not math.isfinite(at):
+                raise ValueError("a timestamp that is no time")
+            entries.append(Entry(at, prompt, max(_count(row["output_length"]), 1), blocks))
     return entries
 
 
 def _azure(text: str) -> list[Entry]:
     entries = []
     for index, row in enumerate(csv.DictReader(io.StringIO(text))):
-        prompt = max(int(row["ContextTokens"]), 1)
+        prompt = max(_count(int(row["ContextTokens"])), 1)
         first = _PRIVATE + index * 1024
         blocks = tuple(range(first, first + -(-prompt // BLOCK_TOKENS)))
         at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-        entries.append(Entry(at, prompt, max(int(row["GeneratedTokens"]), 1), blocks))
+        entries.append(Entry(at, prompt, max(_count(int(row["GeneratedTokens"])), 1), blocks))
     return entries
+
+
+def _count(value: Any) -> int:
+    """A length or a hash id as it stands: nothing is rounded or clamped. Raises ValueError."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no whole number from 0 on")
+    return value
 
 
 def tokens_of(block: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
