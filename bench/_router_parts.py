@@ -61,7 +61,7 @@ def parts(model: str) -> dict[str, float]:
         for name, role in (("p", pairing.Role.PREFILL), ("d", pairing.Role.DECODE))
     ]
     collected = replies.Collected(1)
-    ledger = Ledger(prefill_worker="p", decode_worker="d", total_s=0.02, first_token_s=0.01).wire()
+    ledger = Ledger(prefill_worker="p", decode_worker="d", total_s=0.02, first_token_s=0.01)
     outcome = Outcome(ref.request_id, len(tokens), 4, 0, ledger)
     frame = replies.Frame("chatcmpl-x", 0, model, params, codec)
     logs.setup(config, stream=io.StringIO(), role="router")

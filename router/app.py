@@ -22,6 +22,7 @@ from router.admission.tenants import Keys
 from router.api.front import Front
 from router.api.http import HttpFace
 from router.api.inference import InferenceService
+from router.api.lane import Endpoint
 from router.api.server import Handler, Runner
 from router.dispatch.dispatch import Dispatcher
 from router.params import Limits, model_defaults
@@ -171,8 +172,8 @@ class Router:
         self.grpc = rpc.bind(self._server, self.config.grpc_listen, self.config)
         await self._server.start()
         separate = bool(self.config.admin_listen)
-        app, direct = self._face.app(with_metrics=not separate), self._face.direct()
-        self.http = await self._serve_http(app, self.config.http_listen, direct)
+        app, direct, lane = self._face.app(with_metrics=not separate), self._face.direct(), self._face.lane()
+        self.http = await self._serve_http(app, self.config.http_listen, direct, lane)
         if separate:
             self.admin = await self._serve_http(self._face.admin_app(), self.config.admin_listen)
         _log.info("configuration", **self.config.shown())
@@ -191,12 +192,16 @@ class Router:
         return worker.usable and (not self.planner.listening or self.planner.index.synced(worker.id))
 
     async def _serve_http(
-        self, app: web.Application, listen: str, direct: Mapping[tuple[str, str], Handler] | None = None
+        self,
+        app: web.Application,
+        listen: str,
+        direct: Mapping[tuple[str, str], Handler] | None = None,
+        lane: Mapping[str, Endpoint] | None = None,
     ) -> str:
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise InvalidRequest("http_listen must be host:port", field="http_listen", limit="host:port, port 0..65535")
-        runner = Runner(app, GOODBYE_S, direct)
+        runner = Runner(app, GOODBYE_S, direct, lane)
         await runner.setup()
         self._runners.append(runner)
         site = web.TCPSite(runner, host, int(port), reuse_port=self._shares_port or None)

@@ -9,9 +9,10 @@ from typing import Protocol
 from protos.v1 import common_pb2, inference_pb2
 from router.params import Params
 from router.text.progress import Delta, Finish
+from runtime.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Work:
     """One prompt, ready for workers. deadline: on the router's monotonic clock, seconds. scoring: only the prompt's
     log-probabilities (or its echo) are wanted."""
@@ -51,6 +52,10 @@ class Reply(Protocol):
     def step(self) -> None: ...
 
 
+NOTHING = common_pb2.StageTimes()
+"""Read only."""
+
+
 @dataclass(slots=True)
 class Ledger:
     """Seconds and facts of one request, filled in as it goes; every duration is of one process's monotonic clock."""
@@ -64,9 +69,9 @@ class Ledger:
     decode_worker: str = ""
     prefill_attempts: int = 0
     decode_attempts: int = 0
-    prefill: common_pb2.StageTimes = field(default_factory=common_pb2.StageTimes)
-    handoff: common_pb2.StageTimes = field(default_factory=common_pb2.StageTimes)
-    decode: common_pb2.StageTimes = field(default_factory=common_pb2.StageTimes)
+    prefill: common_pb2.StageTimes = field(default_factory=lambda: NOTHING)
+    handoff: common_pb2.StageTimes = field(default_factory=lambda: NOTHING)
+    decode: common_pb2.StageTimes = field(default_factory=lambda: NOTHING)
 
     # what passages report; a continuation's prefill is its own affair: the prompt was computed once before
 
@@ -75,7 +80,7 @@ class Ledger:
         self.decode_worker = decode
 
     def prefilled(self, times: common_pb2.StageTimes) -> None:
-        if not self.prefill.ByteSize():
+        if self.prefill is NOTHING:
             self.prefill = times
 
     def handed_over(self, times: common_pb2.StageTimes) -> None:
@@ -84,30 +89,35 @@ class Ledger:
     def decoded(self, times: common_pb2.StageTimes) -> None:
         self.decode = times
 
+    def values(self) -> dict[str, float | int | str]:
+        """What inference.proto's Ledger has, by name."""
+        prefill, handoff, decode = self.prefill, self.handoff, self.decode
+        source = prefill if self.prefill_worker != self.decode_worker else decode
+        return {
+            "render_s": self.render_s,
+            "queue_s": self.queue_s,
+            "route_s": self.route_s,
+            "prefill_s": source.prefill_s,
+            "handoff_wait_s": handoff.handoff_wait_s or decode.handoff_wait_s,
+            "transfer_s": handoff.transfer_s or decode.transfer_s,
+            "first_token_s": self.first_token_s,
+            "decode_s": decode.decode_s,
+            "total_s": self.total_s,
+            "prefill_worker": self.prefill_worker,
+            "decode_worker": self.decode_worker,
+            "prefill_pid": source.pid,
+            "decode_pid": decode.pid or handoff.pid,
+            "transfer_bytes": handoff.transfer_bytes or decode.transfer_bytes,
+            "transfer_pages": handoff.transfer_pages or decode.transfer_pages,
+            "recomputed_tokens": max(handoff.recomputed_tokens, decode.recomputed_tokens),
+            "transport": handoff.transport or decode.transport,
+            "prefill_attempts": self.prefill_attempts,
+            "decode_attempts": self.decode_attempts,
+            "checksum_s": handoff.checksum_s or decode.checksum_s,
+        }
+
     def wire(self) -> inference_pb2.Ledger:
-        source = self.prefill if self.prefill_worker != self.decode_worker else self.decode
-        return inference_pb2.Ledger(
-            render_s=self.render_s,
-            queue_s=self.queue_s,
-            route_s=self.route_s,
-            prefill_s=source.prefill_s,
-            handoff_wait_s=self.handoff.handoff_wait_s or self.decode.handoff_wait_s,
-            transfer_s=self.handoff.transfer_s or self.decode.transfer_s,
-            first_token_s=self.first_token_s,
-            decode_s=self.decode.decode_s,
-            total_s=self.total_s,
-            prefill_worker=self.prefill_worker,
-            decode_worker=self.decode_worker,
-            prefill_pid=source.pid,
-            decode_pid=self.decode.pid or self.handoff.pid,
-            transfer_bytes=self.handoff.transfer_bytes or self.decode.transfer_bytes,
-            transfer_pages=self.handoff.transfer_pages or self.decode.transfer_pages,
-            recomputed_tokens=max(self.handoff.recomputed_tokens, self.decode.recomputed_tokens),
-            transport=self.handoff.transport or self.decode.transport,
-            prefill_attempts=self.prefill_attempts,
-            decode_attempts=self.decode_attempts,
-            checksum_s=self.handoff.checksum_s or self.decode.checksum_s,
-        )
+        return inference_pb2.Ledger(**self.values())  # type: ignore[arg-type]  # names and kinds are the message's
 
     @property
     def cached_tokens(self) -> int:
@@ -116,7 +126,7 @@ class Ledger:
         return source.cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Outcome:
     """How a request ended well. Everything else is a PdserveError."""
 
@@ -124,4 +134,4 @@ class Outcome:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    ledger: inference_pb2.Ledger
+    ledger: Ledger

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import Any
 
 import structlog
 
@@ -32,6 +32,23 @@ class Record:
         self.error = error
 
 
+class Counted:
+    """The block of one call. A class, since contextlib's generators cost a microsecond more."""
+
+    __slots__ = ("_record", "_stats")
+
+    def __init__(self, stats: Stats, record: Record) -> None:
+        self._stats = stats
+        self._record = record
+
+    def __enter__(self) -> Record:
+        self._stats.began()
+        return self._record
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._stats.left(self._record, error)
+
+
 class Stats:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -58,33 +75,30 @@ class Stats:
     def slow_client(self) -> None:
         self._clients.labels("slow").inc()
 
-    @contextmanager
-    def request(self, tenant: str, request_id: str) -> Iterator[Record]:
-        """One call, from its first byte: exactly one outcome is counted on leaving, whichever way."""
-        record = Record(tenant, request_id)
+    def request(self, tenant: str, request_id: str) -> Counted:
+        """One call, from its first byte: exactly one outcome is counted on leaving the block, whichever way."""
+        return Counted(self, Record(tenant, request_id))
+
+    def began(self) -> None:
         self._inflight.inc()
-        try:
-            yield record
-        except PdserveError as error:
-            self._ended(record, error)
-            raise
-        except ConnectionError:
-            self._ended(record, record.error or Cancelled("the client went away"))
-            raise
-        except Exception:
-            self._ended(record, PdserveError("internal error"))
-            raise
-        except BaseException:  # cancelled, or its generator closed: the client went away
-            self._ended(record, Cancelled("the client went away"))
-            raise
-        else:
+
+    def left(self, record: Record, error: BaseException | None) -> None:
+        """A call is over; `error` came out of it."""
+        self._inflight.dec()
+        if error is None:
             if record.error is not None:
                 self._ended(record, record.error)
             else:
                 self._completed_requests.inc()
                 self._completed(record)
-        finally:
-            self._inflight.dec()
+        elif isinstance(error, PdserveError):
+            self._ended(record, error)
+        elif isinstance(error, ConnectionError):
+            self._ended(record, record.error or Cancelled("the client went away"))
+        elif isinstance(error, Exception):
+            self._ended(record, PdserveError("internal error"))
+        else:  # cancelled, or its generator closed: the client went away
+            self._ended(record, Cancelled("the client went away"))
 
     def _ended(self, record: Record, error: PdserveError) -> None:
         outcome = _outcome(error)
@@ -102,15 +116,16 @@ class Stats:
     def _completed(self, record: Record) -> None:
         for outcome in record.outcomes:
             ledger = outcome.ledger
+            values: dict[str, Any] = ledger.values()
             self._ttft.observe(max(0.0, ledger.first_token_s))
             if outcome.completion_tokens > 1:
                 self._itl.observe(max(0.0, (ledger.total_s - ledger.first_token_s) / (outcome.completion_tokens - 1)))
             for name, stage in self._stages:
-                stage.observe(max(0.0, getattr(ledger, name)))
+                stage.observe(max(0.0, values[name]))
             self._cached.inc(outcome.cached_tokens)
             self._computed.inc(outcome.prompt_tokens - outcome.cached_tokens)
             self._completion.inc(outcome.completion_tokens)
-            self._moved.inc(ledger.transfer_bytes)
+            self._moved.inc(values["transfer_bytes"])
             self._log.info(
                 "request",
                 outcome="completed",
@@ -120,7 +135,7 @@ class Stats:
                 prompt_tokens=outcome.prompt_tokens,
                 completion_tokens=outcome.completion_tokens,
                 cached_tokens=outcome.cached_tokens,
-                ledger={field.name: value for field, value in ledger.ListFields()},
+                ledger={name: given for name, given in values.items() if given},
             )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from runtime.errors import DeadlineExceeded, PdserveError, QuotaExceeded, Saturated
+from runtime.values import value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Prices:
     decode_token_s: float = 1e-6  # a context token held on a decode worker for a second
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Ask:
     """A request at the door. due: arrival + TTFT objective. deadline: after which nobody wants the answer (both on the
     caller's clock). priority: lower is sooner, each step worth `priority_step_s`. prefill_s: predicted, to charge in

@@ -13,15 +13,10 @@ from collections.abc import Mapping
 from email.utils import formatdate
 from functools import lru_cache
 
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 JSON = "application/json"
-
-
-def plain(request: web.Request) -> bool:
-    """Whether head() fits this request's answer."""
-    return request.version == HttpVersion11 and request.keep_alive
 
 
 def head(content_type: str, headers: Mapping[str, str]) -> bytes:
@@ -60,21 +55,25 @@ class Written(web.StreamResponse):
             await self._request.writer.drain()
 
 
-class Whole(Written):
-    """A body that is known. Raises ConnectionResetError when the client has gone."""
-
-    def __init__(self, request: web.Request, body: bytes, headers: Mapping[str, str]) -> None:
-        super().__init__(request)
-        self._data = b"%bContent-Length: %d\r\n\r\n%b" % (head(JSON, headers), len(body), body)
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        transport_of(self._request).write(self._data)
-        await super().write_eof()
+def whole(body: bytes, headers: Mapping[str, str]) -> bytes:
+    """An answer with a JSON body."""
+    return b"%bContent-Length: %d\r\n\r\n%b" % (head(JSON, headers), len(body), body)
 
 
-def transport_of(request: web.Request) -> asyncio.Transport:
+def refusal(response: web.Response) -> bytes:
+    """An answer that was made for the server library, as it would write it on a connection that goes on; or that ends,
+    if the answer says so."""
+    body = response.body
+    assert isinstance(body, bytes)
+    headers = {"Content-Length": str(len(body)), **response.headers, "Date": _date(int(time.time()))}
+    if response.keep_alive is False:
+        headers["Connection"] = "close"
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    return f"HTTP/1.1 {response.status} {response.reason}\r\n{lines}\r\n".encode() + body
+
+
+def open_transport(transport: asyncio.Transport | None) -> asyncio.Transport:
     """Raises ConnectionResetError when the client is gone."""
-    transport = request.transport
     if transport is None or transport.is_closing():
         raise ConnectionResetError("the client is gone")
     return transport

@@ -32,10 +32,10 @@ class Cors:
         return answer
 
     def answer(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """What an answer to a request with these headers carries."""
+        """What an answer to a request with these headers carries. They are looked up by names in lower case."""
         if not self._origins:
             return {}
-        origin = headers.get("Origin", "")
+        origin = headers.get("origin", "")
         if not origin or not ("*" in self._origins or origin in self._origins):
             return {}
         return {

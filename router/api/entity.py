@@ -6,10 +6,9 @@ import asyncio
 
 from aiohttp import web
 
+from router.api.lane import BODY_TIMEOUT_S
 from router.api.server import MALFORMED, BrokenBody, Protocol
 from runtime.errors import InvalidRequest, PayloadTooLarge
-
-BODY_TIMEOUT_S = 60.0
 
 __all__ = ["MALFORMED", "read"]
 

@@ -9,11 +9,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protos.v1 import inference_pb2
 from router.admission.tenants import OPEN, Keys, Permits, Salts, Tenant
 from router.dispatch.dispatch import Dispatcher
 from router.params import Limits, Params, check, check_prompt, clamp, sampling, wire_retention
-from router.request import Outcome, Reply, Work
+from router.request import Ledger, Outcome, Reply, Work
 from router.stats import Stats
 from router.text.codec import Codec, Message, Rendered
 from router.text.progress import LENGTH, Finish
@@ -21,9 +20,10 @@ from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, InvalidRequest, NotFound, PdserveError
 from runtime.ids import child_traceparent, new_request_id
+from runtime.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Chat:
     messages: Sequence[Message]
     add_generation_prompt: bool = True
@@ -32,7 +32,7 @@ class Chat:
 Prompt = Chat | str | list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Call:
     """One API call. `field`: the name of the prompt field in this API, for refusals. timeout_s: the caller's own
     deadline, if shorter than the router's."""
@@ -166,7 +166,7 @@ class Front:
         if work.scoring and not work.sampling.prompt_logprobs:  # an echo and nothing else: no worker is needed
             reply.finished(Finish(0, LENGTH))
             reply.step()
-            return Outcome(work.request_id, len(work.tokens), 0, 0, inference_pb2.Ledger())
+            return Outcome(work.request_id, len(work.tokens), 0, 0, Ledger())
         return await self.dispatcher.run(work, reply)
 
     async def _all(self, works: Sequence[Work], replies: Sequence[Reply]) -> list[Outcome]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -16,20 +16,24 @@ import structlog
 from aiohttp import web
 
 from router.admission.tenants import Tenant
-from router.api import answer, entity, replies, schema, shapes
+from router.api import answer, entity, failures, replies, schema, shapes
+from router.api.asked import Asked, ServedRequest
 from router.api.cors import Cors
 from router.api.front import Call, Front, Prepared
+from router.api.lane import Endpoint, Taken
 from router.api.replies import ChatStream, Collected, CompletionStream, EchoedPrompt, Frame
 from router.api.sink import KeepAlive, Sink
 from router.params import Params
 from router.request import Outcome, Reply
 from router.stats import Record
-from runtime.errors import Cancelled, Draining, InvalidRequest, NotFound, PayloadTooLarge, PdserveError, Unsupported
+from runtime.errors import Cancelled, Draining, InvalidRequest, PdserveError
 from runtime.health import Health, Report
 from runtime.ids import new_request_id
 from runtime.metrics import CONTENT_TYPE, Metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Generating = Callable[[Asked], Awaitable[web.StreamResponse | None]]
+"""Answers; what it returns is for the server library, which is None where it has no part in it."""
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
 LABEL_HEADER = "x-request-id"
@@ -59,8 +63,8 @@ class HttpFace:
     def app(self, *, with_metrics: bool = True) -> web.Application:
         app = web.Application(middlewares=[self._middleware()], client_max_size=self._front.config.max_body_bytes)
         routes: list[tuple[str, str, Handler]] = [
-            ("POST", "/v1/chat/completions", self.chat),
-            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/chat/completions", self._served(self.chat)),
+            ("POST", "/v1/completions", self._served(self.completions)),
             ("POST", "/v1/chat/completions/render", self.render_chat),
             ("POST", "/v1/completions/render", self.render_completion),
             ("POST", "/v1/chat/completions/derender", self.derender_chat),
@@ -90,9 +94,42 @@ class HttpFace:
             return handle
 
         return {
-            ("POST", "/v1/chat/completions"): wrapped(self.chat),
-            ("POST", "/v1/completions"): wrapped(self.completions),
+            ("POST", "/v1/chat/completions"): wrapped(self._served(self.chat)),
+            ("POST", "/v1/completions"): wrapped(self._served(self.completions)),
         }
+
+    def lane(self) -> dict[str, Endpoint]:
+        """The same for requests that the server library has no part in."""
+        return {"/v1/chat/completions": self._taken(self.chat), "/v1/completions": self._taken(self.completions)}
+
+    @staticmethod
+    def _served(handler: Generating) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            response = await handler(ServedRequest(request, request[REQUEST_ID], request[TENANT]))
+            assert response is not None
+            return response
+
+        return handle
+
+    def _taken(self, handler: Generating) -> Endpoint:
+        async def handle(asked: Taken) -> None:
+            try:
+                asked.tenant = self._front.keys.tenant(asked.headers.get("authorization", ""))
+                await handler(asked)
+                return
+            except PdserveError as error:
+                response = self._failed(error)
+            except ConnectionError:
+                raise
+            except Exception as exc:  # noqa: BLE001  the RPC boundary
+                _log.error("handler_failed", exc_info=exc)
+                response = self._failed(PdserveError("internal error"))
+            self._finished(response, asked.request_id, asked.headers)
+            asked.transport().write(answer.refusal(response))
+            if response.keep_alive is False:
+                raise ConnectionResetError("the answer was the connection's last")
+
+        return handle
 
     def admin_app(self) -> web.Application:
         app = web.Application(middlewares=[self._middleware()])
@@ -103,28 +140,28 @@ class HttpFace:
 
     # generation
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
-            body = await self._parsed(request, schema.ChatBody)
+    async def chat(self, asked: Asked) -> web.StreamResponse | None:
+        with self._front.stats.request(asked.tenant.name, asked.request_id) as record:
+            body = await self._read(asked, schema.ChatBody)
             chat = schema.chat_of(body.messages, body.add_generation_prompt, self._front.limits)
             params = schema.params_of(body, self._defaults)
-            call = self._call(request, record, [chat], params, body.model, "messages", body.user)
+            call = self._call(asked, record, [chat], params, body.model, "messages", body.user)
             await self._front.permits.gather(call.tenant, 1)
             with self._front.permits.hold(call.tenant, 1):
                 prepared = await self._front.prepare(call)
                 frame = self._frame("chatcmpl", call, body.include_usage)
                 if params.stream:
-                    return await self._stream(request, record, prepared, frame, ChatStream)
+                    return await self._stream(asked, record, prepared, frame, ChatStream)
                 collected = Collected(params.n)
                 record.completed(await self._front.generate(prepared, [collected]))
-                return self._answer(request, replies.chat_body(frame, collected, record.outcomes))
+                return self._answer(asked, replies.chat_body(frame, collected, record.outcomes))
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        with self._front.stats.request(request[TENANT].name, request[REQUEST_ID]) as record:
-            body = await self._parsed(request, schema.CompletionBody)
+    async def completions(self, asked: Asked) -> web.StreamResponse | None:
+        with self._front.stats.request(asked.tenant.name, asked.request_id) as record:
+            body = await self._read(asked, schema.CompletionBody)
             prompts = schema.prompts_of(body.prompt, self._front.limits)
             params = schema.params_of(body, self._defaults)
-            call = self._call(request, record, prompts, params, body.model, "prompt", body.user)
+            call = self._call(asked, record, prompts, params, body.model, "prompt", body.user)
             await self._front.permits.gather(call.tenant, len(prompts))
             with self._front.permits.hold(call.tenant, len(prompts)):
                 prepared = await self._front.prepare(call)
@@ -132,10 +169,10 @@ class HttpFace:
                 echoes = [await self._echo(prompt, work.tokens, params) for prompt, work in pairs]
                 frame = self._frame("cmpl", call, body.include_usage)
                 if params.stream:
-                    return await self._stream(request, record, prepared, frame, CompletionStream, echoes)
+                    return await self._stream(asked, record, prepared, frame, CompletionStream, echoes)
                 collected = [Collected(params.n) for _ in prepared.works]
                 record.completed(await self._front.generate(prepared, collected))
-                return self._answer(request, replies.completion_body(frame, collected, echoes, record.outcomes))
+                return self._answer(asked, replies.completion_body(frame, collected, echoes, record.outcomes))
 
     async def _echo(self, prompt: Any, tokens: Sequence[int], params: Params) -> EchoedPrompt:
         if not params.echo:
@@ -149,7 +186,7 @@ class HttpFace:
 
     def _call(
         self,
-        request: web.Request,
+        asked: Asked,
         record: Record,
         prompts: Sequence[Any],
         params: Params,
@@ -159,26 +196,30 @@ class HttpFace:
     ) -> Call:
         if self._front.draining:
             raise Draining("the router is shutting down", retry_after_ms=1000)
-        record.label = (request.headers.get(LABEL_HEADER, "") or user)[:MAX_LABEL]
+        record.label = (asked.headers.get(LABEL_HEADER, "") or user)[:MAX_LABEL]
         return Call(
             prompts=prompts,
             params=params,
             model=model,
             field=name,
-            traceparent=request.headers.get("traceparent", ""),
-            session=(request.headers.get(SESSION_HEADER, "") or params.retention.session or user)[:MAX_LABEL],
-            tenant=request[TENANT],
-            request_id=request[REQUEST_ID],
+            traceparent=asked.headers.get("traceparent", ""),
+            session=(asked.headers.get(SESSION_HEADER, "") or params.retention.session or user)[:MAX_LABEL],
+            tenant=asked.tenant,
+            request_id=asked.request_id,
         )
+
+    async def _read(self, asked: Asked, kind: type[schema.B]) -> schema.B:
+        return schema.parse(await asked.body(self._front.config.max_body_bytes), kind)
 
     async def _parsed(self, request: web.Request, kind: type[schema.B]) -> schema.B:
         return schema.parse(await entity.read(request, self._front.config.max_body_bytes), kind)
 
-    def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if not answer.plain(request):
+    def _answer(self, asked: Asked, body: dict[str, Any]) -> web.StreamResponse | None:
+        if not asked.plain:
             return _json(body)
-        headers = {LABEL_HEADER: request[REQUEST_ID]} | self._cors.answer(request.headers)
-        return answer.Whole(request, orjson.dumps(body), headers)
+        headers = {LABEL_HEADER: asked.request_id} | self._cors.answer(asked.headers)
+        asked.transport().write(answer.whole(orjson.dumps(body), headers))
+        return asked.written()
 
     def _frame(self, prefix: str, call: Call, include_usage: bool) -> Frame:
         return Frame(
@@ -192,13 +233,13 @@ class HttpFace:
 
     async def _stream(
         self,
-        request: web.Request,
+        asked: Asked,
         record: Record,
         prepared: Prepared,
         frame: Frame,
         kind: type[ChatStream] | type[CompletionStream],
         echoes: Sequence[EchoedPrompt] = (),
-    ) -> web.StreamResponse:
+    ) -> web.StreamResponse | None:
         run: asyncio.Task[list[Outcome]]
         sink = Sink(self._front.config.stream_buffer_bytes, lambda: self._slow(run))
         made: list[Reply] = [
@@ -214,7 +255,7 @@ class HttpFace:
                 await sink.wanted
                 if run.done() and not sink.waits:
                     run.result()  # an error before the first byte still has its status
-                await sink.open(request, {LABEL_HEADER: record.request_id} | self._cors.answer(request.headers))
+                await sink.open(asked, {LABEL_HEADER: record.request_id} | self._cors.answer(asked.headers))
                 alive.opened()
                 outcomes = await run
             except PdserveError as error:
@@ -231,8 +272,8 @@ class HttpFace:
             except Exception as exc:
                 if not sink.opened or isinstance(exc, ConnectionError):
                     raise
-                record.failed(_known(exc))
-                sink.write(b"data: " + orjson.dumps(shapes.error_body(_known(exc))) + b"\n\n")
+                record.failed(failures.known(exc))
+                sink.write(b"data: " + orjson.dumps(shapes.error_body(failures.known(exc))) + b"\n\n")
                 return await sink.finish()
             finally:
                 await _ended(run)
@@ -339,7 +380,9 @@ class HttpFace:
                     request[TENANT] = self._front.keys.tenant(request.headers.get("Authorization", ""))
                 response = await handler(request)
             except web.HTTPException as exc:
-                response = self._failed(_http_error(exc, self._front.config.max_body_bytes), exc.headers.get("Allow"))
+                response = self._failed(
+                    failures.of_library(exc, self._front.config.max_body_bytes), exc.headers.get("Allow")
+                )
             except PdserveError as error:
                 response = self._failed(error)
             except ConnectionError:
@@ -348,16 +391,19 @@ class HttpFace:
                 _log.error("handler_failed", path=request.path[:64], exc_info=exc)
                 response = self._failed(PdserveError("internal error"))
             if not response.prepared:
-                response.headers.setdefault(LABEL_HEADER, request_id)
-                response.headers.setdefault("Server", "pdserve")
-                response.headers.update(self._cors.answer(request.headers))
+                self._finished(response, request_id, request.headers)
             return response
 
         return around
 
+    def _finished(self, response: web.StreamResponse, request_id: str, asked: Mapping[str, str]) -> None:
+        response.headers.setdefault(LABEL_HEADER, request_id)
+        response.headers.setdefault("Server", "pdserve")
+        response.headers.update(self._cors.answer(asked))
+
     def _failed(self, error: PdserveError, allow: str | None = None) -> web.Response:
         self._front.stats.refused(error)
-        response = _json(shapes.error_body(error), status=_status(error))
+        response = _json(shapes.error_body(error), status=failures.status(error))
         response.headers[REASON_HEADER] = error.reason
         if error.retry_after_ms or error.row.retryable:
             response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
@@ -377,33 +423,6 @@ async def _ended(run: asyncio.Task[list[Outcome]]) -> None:
         await asyncio.wait((run,))
     if not run.cancelled():
         run.exception()
-
-
-def _status(error: PdserveError) -> int:
-    return _STATUS.get(error.reason, error.row.http_status)
-
-
-_STATUS = {"method_not_allowed": 405, "request_timeout": 408, "unsupported_media_type": 415}
-
-
-def _http_error(exc: web.HTTPException, max_body: int) -> PdserveError:
-    """aiohttp's own refusals in our shape."""
-    if exc.status == 413:
-        return PayloadTooLarge("the body is too large", field="body", limit=f"{max_body} bytes")
-    if exc.status == 404:
-        return NotFound("there is no such path", reason="unknown_path")
-    if exc.status == 405:
-        return InvalidRequest("the method is not allowed here", reason="method_not_allowed", field="method")
-    if exc.status == 415:
-        return Unsupported("the content type is not supported", field="content-type")
-    return InvalidRequest("the request is malformed", field="body")
-
-
-def _known(error: BaseException) -> PdserveError:
-    if isinstance(error, PdserveError):
-        return error
-    _log.error("stream_failed", exc_info=error)
-    return PdserveError("internal error")
 
 
 def _json(body: Any, status: int = 200) -> web.Response:

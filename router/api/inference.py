@@ -309,5 +309,5 @@ def _last(run: asyncio.Task[list[Outcome]], record: Record, params: Params) -> E
         total_tokens=outcome.prompt_tokens + outcome.completion_tokens,
         cached_tokens=outcome.cached_tokens,
     )
-    ledger = outcome.ledger if params.return_ledger else None
+    ledger = outcome.ledger.wire() if params.return_ledger else None
     return Event(completed=inference_pb2.Completed(usage=usage, ledger=ledger))

@@ -15,9 +15,10 @@ from router.params import Params
 from router.request import Outcome
 from router.text.codec import Codec
 from router.text.progress import Delta, Finish
+from runtime.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Frame:
     """What every chunk of one call shares."""
 
@@ -104,7 +105,7 @@ def completion_body(
     return _body(frame, "text_completion", choices, outcomes)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EchoedPrompt:
     """What echo puts before an answer: "" and no tokens without echo."""
 
@@ -144,7 +145,7 @@ def _body(frame: Frame, kind: str, choices: list[dict[str, Any]], outcomes: Sequ
 
 def _ledgers(outcomes: Sequence[Outcome]) -> Any:
     """One object for one prompt, a list for several."""
-    ledgers = [shapes.ledger(outcome.ledger) for outcome in outcomes]
+    ledgers = [outcome.ledger.values() for outcome in outcomes]
     return ledgers[0] if len(ledgers) == 1 else ledgers
 
 

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from protos.v1 import common_pb2, inference_pb2
+from protos.v1 import common_pb2
 from router.request import Outcome
 from router.text.codec import Codec
 from router.text.progress import STOP, Finish
@@ -45,11 +45,6 @@ def usage(outcomes: Iterable[Outcome]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def ledger(wire: inference_pb2.Ledger) -> dict[str, Any]:
-    """Every field by name, zeros included."""
-    return {field.name: getattr(wire, field.name) for field in wire.DESCRIPTOR.fields}
 
 
 def token_name(codec: Codec, token: int) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from router.api import answer
+from router.api.asked import Asked
 
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -37,7 +38,8 @@ class Sink:
         self._on_slow = on_slow
         self._frames: list[bytes] = []
         self._transport: asyncio.Transport | None = None
-        self._response: web.StreamResponse | None = None
+        self._asked: Asked | None = None
+        self._response: web.StreamResponse | None = None  # one that is not ours to write
         self._head = b""  # not sent yet
         self._tail = b""  # sent with the last frames
         self._chunked = True
@@ -64,7 +66,7 @@ class Sink:
 
     @property
     def opened(self) -> bool:
-        return self._response is not None
+        return self._asked is not None
 
     def write(self, frame: bytes) -> None:
         if not self._ended and not self._cut:
@@ -83,41 +85,41 @@ class Sink:
         self.write(COMMENT)
         self.flush()
 
-    async def open(self, request: web.Request, headers: dict[str, str]) -> None:
+    async def open(self, asked: Asked, headers: dict[str, str]) -> None:
         """Send the head and what waits. Raises ConnectionError when the client is gone."""
         headers = HEADERS | headers
-        if answer.plain(request):
-            self._transport = answer.transport_of(request)
-            self._response = answer.Written(request)
+        if asked.plain:
+            self._transport = asked.transport()
+            self._asked = asked
             self._head = answer.head(EVENT_STREAM, headers) + b"Transfer-Encoding: chunked\r\n\r\n"
             self._send()
             return
         response = web.StreamResponse(headers=headers | {"Content-Type": EVENT_STREAM, "Server": "pdserve"})
-        self._chunked = request.version >= (1, 1)
+        self._chunked = asked.chunks
         if self._chunked:
             response.enable_chunked_encoding()
         else:
             response.force_close()
-        writer = await response.prepare(request)
-        if writer is None or request.transport is None:
-            raise ConnectionResetError("the client is gone")
-        writer.send_headers()
-        self._response = response
-        self._transport = request.transport
+        self._transport = await asked.opened(response)
+        self._asked, self._response = asked, response
         self.flush()
 
-    async def finish(self) -> web.StreamResponse:
+    async def finish(self) -> web.StreamResponse | None:
         """End the response after what waits. Called once, after open()."""
-        assert self._response is not None
-        if isinstance(self._response, answer.Written):
-            self._tail = LAST_CHUNK
-            self._send()
-        else:
+        asked, response = self._asked, self._response
+        assert asked is not None
+        if response is not None:
             self.flush()
+            self._ended = True
+            if not self._cut:
+                await response.write_eof()
+            return response
+        self._tail = LAST_CHUNK
+        self._send()
         self._ended = True
         if not self._cut:
-            await self._response.write_eof()
-        return self._response
+            await asked.drained()
+        return asked.written()
 
     def _send(self) -> None:
         data = b"".join(self._frames)

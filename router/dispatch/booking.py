@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from router.admission.admission import Ask
 from router.admission.line import Line
@@ -28,6 +28,7 @@ from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import InvalidRequest, PdserveError, Saturated, WorkerLost
 from runtime.metrics import Metrics
+from runtime.values import value
 
 RETRY_AFTER_MS = 1000
 LOOK_AGAIN_S = 0.25
@@ -42,7 +43,7 @@ Attempt = Callable[[Choice, Plan | None], Awaitable[dict[str, PdserveError]]]
 Avoid = Mapping[str, frozenset[str]]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Wish:
     """What a passage wants. tokens: known ones; length: with the answer. avoid: workers not to ask, by leg.
     patience_s: of a request that goes on elsewhere. It stands in no line, and waits this long for a worker that is not

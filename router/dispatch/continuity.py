@@ -11,13 +11,13 @@ for ever more), and the request's own deadline.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from router.text.progress import Choice
 from runtime.errors import Cancelled, DeadlineExceeded, PdserveError
+from runtime.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Piece:
     """What one passage through the fleet computes. tokens: prompt and what is known of the answer. choices: who gets
     tokens; one of several choices alone is a request of its own to workers. retry: failures behind it."""

@@ -379,7 +379,7 @@ class Dispatch:
             prompt_tokens=prompt,
             completion_tokens=0 if self.work.scoring else self.progress.completion_tokens,
             cached_tokens=min(self.ledger.cached_tokens, prompt),
-            ledger=self.ledger.wire(),
+            ledger=self.ledger,
         )
 
     def _now(self) -> float:

@@ -13,7 +13,6 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from router.text.detok import BROKEN
 from router.text.template import ChatTemplate
 from runtime.errors import InvalidRequest, Unsupported
 from runtime.modelfiles import ModelFiles
+from runtime.values import value
 
 INLINE_CHARS = 2048
 """Shorter texts are encoded on the event loop (~50 us); longer ones in a thread."""
@@ -32,7 +32,7 @@ T = TypeVar("T")
 Message = dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Rendered:
     text: str
     tokens: list[int]

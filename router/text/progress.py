@@ -14,13 +14,14 @@ from router.params import Params
 from router.text.detok import Decode, Detokenizer
 from router.text.stops import StopMatcher
 from runtime.errors import WorkerLost
+from runtime.values import value
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 GOES_ON = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Delta:
     """New output of one choice. Text may lag behind its tokens (a held character or possible stop string)."""
 
@@ -30,7 +31,7 @@ class Delta:
     logprobs: tuple[common_pb2.TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Finish:
     """The end of one choice. stop: the stop string that ended it, if one did; reason STOP or LENGTH."""
 

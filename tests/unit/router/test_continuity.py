@@ -152,15 +152,16 @@ def test_pressure_comes_at_once_and_goes_after_a_while_of_ease() -> None:
 
 def test_a_busy_machine_is_no_pressure_on_a_router_that_hardly_works() -> None:
     pressure = Pressure()
-    for _ in range(10):
-        pressure.sampled(0.05, 0.99, 0.05)
-    assert not pressure.on
 
-    pressure.sampled(0.3, 0.99, 0.0)
-    assert pressure.on
-    for _ in range(EASY_SAMPLES):
-        pressure.sampled(0.05, 0.99, 0.05)
-    assert not pressure.on
+    def after(worked: float, times: int) -> bool:
+        for _ in range(times):
+            pressure.sampled(worked, 0.99, 0.05)
+        return pressure.on
+
+    assert not after(0.05, 10)
+    assert after(0.3, 1)
+    assert after(0.05, EASY_SAMPLES - 1)
+    assert not after(0.05, 1)
 
 
 async def test_a_flush_that_fails_holds_back_no_others() -> None:

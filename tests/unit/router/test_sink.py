@@ -7,11 +7,10 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from protos.v1 import inference_pb2
 from router.api.replies import ChatStream, Frame, write_end
 from router.api.sink import Sink
 from router.params import Params
-from router.request import Outcome
+from router.request import Ledger, Outcome
 from router.text.progress import LENGTH, Delta, Finish
 
 
@@ -115,7 +114,7 @@ async def test_every_chunk_is_json_that_says_what_it_should(usage: bool) -> None
     params = Params(stream=True)
     frame = Frame("id", 1, 'a "model"', params, cast(Any, NoCodec()), include_usage=usage)
     stream = ChatStream(frame, client.sink)
-    outcome = Outcome("id", 3, 2, 1, inference_pb2.Ledger())
+    outcome = Outcome("id", 3, 2, 1, Ledger())
 
     stream.delta(Delta(0, 'he said "hi"\n\u2028', (1, 2)))
     stream.delta(Delta(0, "", (3,)))
