@@ -86,7 +86,7 @@ class Fetches:
 
     def _landed(self, flight: _Flight, units: int, size: float, posted: float) -> None:
         now = self._agenda.now
-        self._speeds.learn_fetch(flight.source.name, flight.target.name, size, now - posted, now - flight.began)
+        self._speeds.learn_fetch(flight.source.name, flight.target.name, size, now - posted, now - flight.began, now)
         if flight.over:
             return
         if flight.target.take_prefix(flight.job.keys, units):
@@ -98,13 +98,13 @@ class Fetches:
 
     def _missed(self, flight: _Flight) -> None:
         self.counts.absent += 1
-        self._speeds.missed_fetch(flight.source.name, flight.target.name)
+        self._speeds.missed_fetch(flight.source.name, flight.target.name, self._agenda.now)
         self._over(flight)
 
     def _late(self, flight: _Flight) -> None:
         if not flight.over:
             self.counts.late += 1
-            self._speeds.missed_fetch(flight.source.name, flight.target.name)
+            self._speeds.missed_fetch(flight.source.name, flight.target.name, self._agenda.now)
             self._over(flight)
 
     @staticmethod

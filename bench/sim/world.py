@@ -297,10 +297,11 @@ class World:
         self._settle_soon()
 
     def _learn(self, worker: Worker, job: Job, report: Prefilled, placed: Placement) -> None:
-        said_s = report.queue_s + report.load_s + report.prefill_s
-        prefill_s = as_seen(report.prefill_s, said_s, self.agenda.now - job.source_queued)
-        self.speeds.trust.learn(worker.name, placed.forecast.said_tokens, report.cached)
-        self.speeds.learn_prefill(worker.name, job.tokens - report.cached, report.cached, prefill_s, report.step_s)
+        said_s, now = report.queue_s + report.load_s + report.prefill_s, self.agenda.now
+        prefill_s = as_seen(report.prefill_s, said_s, now - job.source_queued)
+        self.speeds.trust.learn(worker.name, placed.forecast.said_tokens, report.cached, now)
+        tokens = job.tokens - report.cached
+        self.speeds.learn_prefill(worker.name, tokens, report.cached, prefill_s, report.step_s, now)
 
     def admitted(self, worker: Worker, job: Job) -> None:
         flight = self._flights[job.number]
@@ -332,7 +333,8 @@ class World:
         assert placed is not None
         for view in self._views_of(placed):
             view.flows -= 1
-        self.speeds.learn_transfer(placed.prefill, placed.decode, size, self.agenda.now - began, crowd)
+        now = self.agenda.now
+        self.speeds.learn_transfer(placed.prefill, placed.decode, size, now - began, crowd, now)
         self._ledger.landed(flight.key, placed.decode)
         self._ledger.release(flight.key, placed.prefill, self.agenda.now)
         self.workers[placed.prefill].release_source(job)
@@ -353,7 +355,7 @@ class World:
         self._end(self._flights[job.number])
 
     def stepped(self, worker: Worker, batch: float, context: float, seconds: float) -> None:
-        self.speeds.learn_step(worker.name, batch, context, seconds)
+        self.speeds.learn_step(worker.name, batch, context, seconds, self.agenda.now - seconds, self.agenda.now)
 
     def _end(self, flight: _Flight) -> None:
         job, outcome = flight.job, flight.outcome

@@ -107,6 +107,7 @@ class Predicted:
         found = pairable(request, workers)
         if isinstance(found, Nobody):
             return found
+        self._speeds.relax(now)
         prefills, decodes = found
         price = self._price(prefills, now)
         among = holders(request, workers)

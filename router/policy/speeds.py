@@ -40,6 +40,15 @@ FLOOR = 0.01
 """No term becomes less than this share of its prior: a cost is never zero, let alone negative."""
 
 
+SILENT_S, HALF_S = 15.0, 15.0
+"""Who has told nothing for so long is thought better of; after HALF_S more the difference is half of what it was."""
+
+RELAX_S = 1.0
+"""How often that is looked at."""
+
+NOW = float("nan")
+"""Of reports whose time nobody knows: each is one of its own, and none is ever too old."""
+
 MOST_KNOWN = 20_000
 """Machines and paths between them: of more, those that were met first are forgotten. Workers come with new names."""
 
@@ -93,6 +102,16 @@ class Regression:
         self.coefficients = tuple(float(value) for value in self._theta * self._prior)
 
 
+@dataclass(slots=True, eq=False)
+class _Machine:
+    """log: of its factor. told_at: when its last report ended that was one of its own."""
+
+    log: float
+    count: int = 0
+    drift: float = 0.0
+    told_at: float = NOW
+
+
 class Factors:
     """What each machine (or path) makes of the fleet's figure: a clipped running mean of log(observed / expected).
 
@@ -102,47 +121,78 @@ class Factors:
 
     def __init__(self, floor_rate: float = 0.04) -> None:
         self._floor_rate = floor_rate
-        self._logs: dict[Hashable, float] = {}
-        self._counts: dict[Hashable, int] = {}
-        self._drifts: dict[Hashable, float] = {}
+        self._machines: dict[Hashable, _Machine] = {}
         self._sum = 0.0
+        self._relaxed_at = NOW
+
+    def __len__(self) -> int:
+        return len(self._machines)
 
     def of(self, key: Hashable) -> float:
-        log = self._logs.get(key)
-        return 1.0 if log is None else math.exp(log - self._sum / len(self._logs))
+        machine = self._machines.get(key)
+        return 1.0 if machine is None else math.exp(machine.log - self._mean())
 
-    def learn(self, key: Hashable, observed: float, expected: float) -> float:
+    def told_before(self, key: Hashable, observed: float, expected: float, began: float) -> bool:
+        """Whether this is what another report has told already: it is far off, and part of it lies in that one's
+        time."""
+        machine = self._machines.get(key)
+        if machine is None or observed <= 0 or expected <= 0 or not began < machine.told_at:
+            return False
+        return abs(self._residual(machine, observed, expected)) > CLIP
+
+    def learn(self, key: Hashable, observed: float, expected: float, ended: float = NOW) -> float:
         """expected: without any factor. Returns what the fleet's figure is to be multiplied with."""
         if observed <= 0 or expected <= 0:
             return 1.0
-        if key not in self._logs:
-            if len(self._logs) >= MOST_KNOWN:
-                self._forget(next(iter(self._logs)))
-            self._logs[key] = self._sum / len(self._logs) if self._logs else 0.0
-            self._counts[key] = 0
-            self._drifts[key] = 0.0
-            self._sum += self._logs[key]
-        mean = self._sum / len(self._logs)
-        residual = math.log(observed / expected) - (self._logs[key] - mean)
-        clip = CLIP if not self._changed(key, residual) else CHANGE
-        count = self._counts[key] = self._counts[key] + 1
-        rate = max(1.0 / (count + 3), self._floor_rate)
-        step = rate * min(max(residual, -clip), clip)
-        self._logs[key] += step
+        machine = self._machines.get(key)
+        if machine is None:
+            if len(self._machines) >= MOST_KNOWN:
+                self._sum -= self._machines.pop(next(iter(self._machines))).log
+            machine = self._machines[key] = _Machine(self._mean())
+            self._sum += machine.log
+        if not machine.told_at > ended:
+            machine.told_at = ended
+        residual = self._residual(machine, observed, expected)
+        clip = CLIP if not self._changed(machine, residual) else CHANGE
+        machine.count += 1
+        rate = max(1.0 / (machine.count + 3), self._floor_rate)
+        return self._move(machine, rate * min(max(residual, -clip), clip))
+
+    def relax(self, now: float) -> float:
+        """Think better of whoever has told nothing of late. Returns as learn() does."""
+        since, self._relaxed_at = now - self._relaxed_at, now
+        machines = list(self._machines.values())
+        silent = [one for one in machines if now - one.told_at > SILENT_S]
+        if not silent or not since > 0.0:
+            return 1.0
+        heard = [one for one in machines if not now - one.told_at > SILENT_S]
+        best = min(one.log for one in heard or machines)
+        share = 1.0 - 0.5 ** (since / HALF_S)
+        moved = 1.0
+        for one in silent:
+            if one.log > best:
+                moved *= self._move(one, share * (best - one.log))
+        return moved
+
+    def _mean(self) -> float:
+        return self._sum / len(self._machines) if self._machines else 0.0
+
+    def _residual(self, machine: _Machine, observed: float, expected: float) -> float:
+        return math.log(observed / expected) - (machine.log - self._mean())
+
+    def _move(self, machine: _Machine, step: float) -> float:
+        machine.log += step
         self._sum += step
-        return math.exp(step / len(self._logs))
+        return math.exp(step / len(self._machines))
 
-    def _forget(self, key: Hashable) -> None:
-        self._sum -= self._logs.pop(key)
-        del self._counts[key], self._drifts[key]
-
-    def _changed(self, key: Hashable, residual: float) -> bool:
+    @staticmethod
+    def _changed(machine: _Machine, residual: float) -> bool:
         """Whether the last few reports were all far off to the same side: the machine is another one than it was, and
         what was learned of it is worth little."""
-        self._drifts[key] += 0.3 * (min(max(residual, -CLIP), CLIP) - self._drifts[key])
-        if abs(self._drifts[key]) < 0.6 * CLIP:
+        machine.drift += 0.3 * (min(max(residual, -CLIP), CLIP) - machine.drift)
+        if abs(machine.drift) < 0.6 * CLIP:
             return False
-        self._counts[key] = 0
+        machine.count = 0
         return True
 
 
@@ -208,6 +258,18 @@ class Speeds:
         self._fetch_trust = Trust()  # by path: the share of fetches that brought what was planned
         self.output = OutputLength()
         self.ttft_error = Accuracy()
+        self._relaxed_at = NOW
+
+    def relax(self, now: float) -> None:
+        """Whoever has told nothing for a while gets another chance. To be called before every decision."""
+        if now - self._relaxed_at < RELAX_S:
+            return
+        self._relaxed_at = now
+        self._prefill.scale(self._prefill_of.relax(now))
+        self._step.scale(self._step_of.relax(now))
+        self._transfer.scale(self._path.relax(now))
+        self.trust.relax(now)
+        self._fetch_trust.relax(now)
 
     # --- prefill ------------------------------------------------------------------------------------------------
 
@@ -217,10 +279,12 @@ class Speeds:
         seconds = fixed + uncached * (token + context * (cached + 0.5 * uncached) + mixed * step_s)
         return seconds * self._prefill_of.of(worker)
 
-    def learn_prefill(self, worker: str, uncached: int, cached: int, seconds: float, step_s: float = 0.0) -> None:
+    def learn_prefill(
+        self, worker: str, uncached: int, cached: int, seconds: float, step_s: float = 0.0, ended: float = NOW
+    ) -> None:
+        """ended: when it was over, on the clock of relax()."""
         features = (1.0, float(uncached), uncached * (cached + 0.5 * uncached), uncached * step_s)
-        self._prefill.scale(self._prefill_of.learn(worker, seconds, self._prefill.predict(features)))
-        self._prefill.learn(features, seconds / self._prefill_of.of(worker))
+        _learn(self._prefill, self._prefill_of, worker, features, seconds, ended - seconds, ended)
 
     # --- decode -------------------------------------------------------------------------------------------------
 
@@ -230,10 +294,11 @@ class Speeds:
         seconds = fixed + request * batch + token * context
         return seconds * self._step_of.of(worker)
 
-    def learn_step(self, worker: str, batch: float, context: float, seconds: float) -> None:
-        features = (1.0, batch, context)
-        self._step.scale(self._step_of.learn(worker, seconds, self._step.predict(features)))
-        self._step.learn(features, seconds / self._step_of.of(worker))
+    def learn_step(
+        self, worker: str, batch: float, context: float, seconds: float, began: float = NOW, ended: float = NOW
+    ) -> None:
+        """seconds: of each of the steps between `began` and `ended`."""
+        _learn(self._step, self._step_of, worker, (1.0, batch, context), seconds, began, ended)
 
     # --- transfer -----------------------------------------------------------------------------------------------
 
@@ -242,25 +307,27 @@ class Speeds:
         setup, byte = self._transfer.coefficients
         return (setup + byte * size * (1 + flows)) * self._path.of((source, target))
 
-    def learn_transfer(self, source: str, target: str, size: float, seconds: float, flows: int = 0) -> None:
+    def learn_transfer(
+        self, source: str, target: str, size: float, seconds: float, flows: int = 0, ended: float = NOW
+    ) -> None:
         features = (1.0, size * (1 + flows))
-        path = (source, target)
-        self._transfer.scale(self._path.learn(path, seconds, self._transfer.predict(features)))
-        self._transfer.learn(features, seconds / self._path.of(path))
+        _learn(self._transfer, self._path, (source, target), features, seconds, ended - seconds, ended)
 
     def fetch_s(self, source: str, target: str, size: float, flows: int = 0) -> float:
         """Bringing `size` bytes of a cached prefix from source to target, from the question to the last checksum."""
         return self._fetch.predict((1.0, size)) + self.transfer_s(source, target, size, flows)
 
-    def learn_fetch(self, source: str, target: str, size: float, moved_s: float, seconds: float) -> None:
+    def learn_fetch(
+        self, source: str, target: str, size: float, moved_s: float, seconds: float, ended: float = NOW
+    ) -> None:
         """seconds: in all, of which the transfer took moved_s."""
-        self.learn_transfer(source, target, size, moved_s)
+        self.learn_transfer(source, target, size, moved_s, ended=ended)
         self._fetch.learn((1.0, size), seconds - moved_s)
-        self._fetch_trust.learn(f"{source} {target}", 1, 1)
+        self._fetch_trust.learn(f"{source} {target}", 1, 1, ended)
 
-    def missed_fetch(self, source: str, target: str) -> None:
+    def missed_fetch(self, source: str, target: str, ended: float = NOW) -> None:
         """A fetch brought nothing: it was not there, there was no room, or it took too long."""
-        self._fetch_trust.learn(f"{source} {target}", 1, 0)
+        self._fetch_trust.learn(f"{source} {target}", 1, 0, ended)
 
     def fetch_trust(self, source: str, target: str) -> float:
         """What a planned fetch is worth: 1 until it is known."""
@@ -272,3 +339,20 @@ class Speeds:
 
     def learn_load(self, size: float, seconds: float) -> None:
         self._load.learn((1.0, size), seconds)
+
+
+def _learn(
+    fleet: Regression,
+    machines: Factors,
+    key: Hashable,
+    features: Sequence[float],
+    seconds: float,
+    began: float,
+    ended: float,
+) -> None:
+    """One report: what it says of the machine, and of all."""
+    expected = fleet.predict(features)
+    if machines.told_before(key, seconds, expected, began):
+        return
+    fleet.scale(machines.learn(key, seconds, expected, ended))
+    fleet.learn(features, seconds / machines.of(key))

@@ -9,9 +9,14 @@ Nobody is shut out by this. A word is worth as much as it was of late, and the t
 
 from __future__ import annotations
 
+import math
+
 from protos.v1 import common_pb2
 
 RATE = 0.2
+SILENT_S, HALF_S = 30.0, 60.0
+"""A word that was not tried for so long is worth more again; after HALF_S more half of the doubt is left."""
+
 SLACK_SHARE, SLACK_S = 1.25, 0.02
 """What lies between a worker's sums and ours without anybody being wrong: streams, loops, other clocks."""
 
@@ -35,20 +40,33 @@ class Trust:
 
     def __init__(self) -> None:
         self._shares: dict[str, float] = {}
+        self._told_at: dict[str, float] = {}
+        self._relaxed_at = math.nan
 
     def of(self, worker: str) -> float:
         return self._shares.get(worker, 1.0)
 
-    def learn(self, worker: str, said: int, found: int) -> None:
+    def learn(self, worker: str, said: int, found: int, now: float = math.nan) -> None:
         """A prompt was sent there because of `said` cached tokens, and found so many."""
         if said > 0:
             share = self.of(worker)
             if worker not in self._shares and len(self._shares) >= MOST_KNOWN:
                 self.forget(next(iter(self._shares)))
             self._shares[worker] = share + RATE * (min(found / said, 1.0) - share)
+            self._told_at[worker] = now
+
+    def relax(self, now: float) -> None:
+        """Whom nobody believes nobody asks: of one whose word was not tried for a while, it is worth more again."""
+        since, self._relaxed_at = now - self._relaxed_at, now
+        if since > 0.0:
+            left = 0.5 ** (since / HALF_S)
+            for worker, told_at in self._told_at.items():
+                if now - told_at > SILENT_S:
+                    self._shares[worker] = 1.0 - left * (1.0 - self._shares[worker])
 
     def forget(self, worker: str) -> None:
         self._shares.pop(worker, None)
+        self._told_at.pop(worker, None)
 
 
 def as_seen(reported_s: float, said_s: float, took_s: float) -> float:

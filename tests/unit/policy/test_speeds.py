@@ -196,7 +196,74 @@ def test_workers_that_come_and_go_under_new_names_are_not_remembered_for_ever(mo
     for number in range(500):
         factors.learn(number, 2.0, 1.0)
         trust.learn(f"worker {number}", 100, 50)
-    assert (len(factors._logs), len(factors._counts), len(factors._drifts), len(trust._shares)) == (50, 50, 50, 50)
-    assert factors._sum == pytest.approx(sum(factors._logs.values()))
+    assert (len(factors), len(trust._shares), len(trust._told_at)) == (50, 50, 50)
+    assert factors._sum == pytest.approx(sum(machine.log for machine in factors._machines.values()))
     assert factors.of(499) == pytest.approx(1.0, rel=0.2), "they are all alike"
     assert trust.of("worker 499") < 1.0
+
+
+def busy(speeds: Speeds, names: str, start: float, end: float) -> None:
+    """Each of these reports once a second."""
+    for second in range(round(start), round(end)):
+        speeds.relax(float(second))
+        for name in names:
+            speeds.learn_prefill(name, 5000, 0, truth(5000, 0), ended=float(second))
+            speeds.learn_step(name, 8, 10_000, 0.01, second - 1.0, float(second))
+
+
+def test_a_stall_that_many_requests_tell_of_counts_once() -> None:
+    """Twelve prompts were in hand when the worker stood still for twenty seconds."""
+    speeds = Speeds()
+    busy(speeds, "ab", 0, 100)
+    before = speeds.prefill_s("b", 5000, 0), speeds.step_s("b", 8, 10_000)
+    for number in range(12):
+        speeds.learn_prefill("b", 5000, 0, 20.0, ended=120.0 + number / 100)
+        speeds.learn_step("b", 8, 10_000, 0.5, began=100.0, ended=120.0 + number / 100)
+    assert speeds.prefill_s("b", 5000, 0) < 1.1 * before[0]
+    assert speeds.step_s("b", 8, 10_000) < 1.1 * before[1]
+
+
+def test_a_machine_that_became_slow_is_followed_although_its_reports_overlap() -> None:
+    speeds = Speeds()
+    busy(speeds, "ab", 0, 100)
+    for second in range(100, 160):
+        speeds.learn_prefill("a", 5000, 0, truth(5000, 0), ended=float(second))
+        for number in range(4):
+            speeds.learn_prefill("b", 5000, 0, 4 * truth(5000, 0), ended=second + number / 4)
+    assert speeds.prefill_s("b", 5000, 0) > 3 * speeds.prefill_s("a", 5000, 0)
+
+
+def test_who_seems_slow_and_is_not_asked_is_soon_thought_to_be_as_fast_as_the_fastest() -> None:
+    speeds = Speeds()
+    busy(speeds, "abc", 0, 100)
+    for second in range(100, 110):
+        speeds.learn_prefill("c", 5000, 0, 30 * truth(5000, 0), ended=10.0 * second)
+        speeds.learn_step("c", 8, 10_000, 0.3, 10.0 * second - 5, 10.0 * second)
+    assert speeds.prefill_s("c", 5000, 0) > 5 * speeds.prefill_s("a", 5000, 0)
+
+    busy(speeds, "ab", 1091, 1101)
+    assert speeds.prefill_s("c", 5000, 0) > 5 * speeds.prefill_s("a", 5000, 0), "it has told so just now"
+    busy(speeds, "ab", 1101, 1180)
+
+    assert speeds.prefill_s("c", 5000, 0) < 1.2 * speeds.prefill_s("a", 5000, 0)
+    assert speeds.step_s("c", 8, 10_000) < 1.2 * speeds.step_s("a", 8, 10_000)
+    assert speeds.prefill_s("a", 5000, 0) == pytest.approx(truth(5000, 0), rel=0.05), "the others are what they were"
+
+
+def test_a_slow_machine_that_is_asked_stays_known_as_slow() -> None:
+    speeds = Speeds()
+    for second in range(300):
+        speeds.relax(float(second))
+        for name, factor in (("a", 1.0), ("b", 3.0)):
+            speeds.learn_prefill(name, 5000, 0, factor * truth(5000, 0), ended=float(second))
+    assert speeds.prefill_s("b", 5000, 0) == pytest.approx(3 * truth(5000, 0), rel=0.1)
+
+
+def test_a_path_whose_fetches_failed_is_tried_again_after_a_while() -> None:
+    speeds = Speeds()
+    for second in range(20):
+        speeds.missed_fetch("p", "q", float(second))
+    assert speeds.fetch_trust("p", "q") < 0.05
+    for second in range(20, 160):
+        speeds.relax(float(second))
+    assert speeds.fetch_trust("p", "q") > 0.6
