@@ -5,13 +5,14 @@ a test drives with one JSON command per line; used in-process it is the reader.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ class Worker:
     ranks: list[LocalRank] = field(default_factory=list)
     holds: dict[str, CountingHold] = field(default_factory=dict)
     tickets: list[bytes] = field(default_factory=list)
+    posted: Posted | None = None
     address: str = ""
 
     async def start(self) -> Worker:
@@ -225,18 +227,22 @@ async def _answer(worker: Worker, ask: dict[str, Any]) -> dict[str, Any]:
             return {"computing": counts.computing, "leased": counts.leased, "pages": counts.pages}
         case "ticket":
             worker.tickets.append(bytes.fromhex(ask["ticket"]))
-        case "pull_frozen":
-            return await _pull_frozen(worker, ask["address"], ask["pid"])
-        case "freeze_and_leave":
-            dest = await _freeze(worker, ask["address"], ask["pid"])
-            return {"released": _hold(dest).releases}
+        case "begin":
+            await _pull_big(worker, ask["address"], worker.destination(BIG_PAGES, _BIG_TOKENS, slots=()))
+            worker.posted = await _begin(worker, ask["address"], ask["pid"])
+        case "landed":
+            return {"pages": worker.transport_used()}
+        case "give_up":
+            return await _give_up(worker)
+        case "pull_again":
+            return await _pull_again(worker, ask["address"])
         case other:
             raise AssertionError(other)
     return {}
 
 
-_BIG_PAGES = list(range(1, 24))
-_BIG_TOKENS = 16 * len(_BIG_PAGES)
+BIG_PAGES = list(range(1, 24))
+_BIG_TOKENS = 16 * len(BIG_PAGES)
 
 
 def _hold(dest: Destination) -> CountingHold:
@@ -248,49 +254,70 @@ async def _pull_big(worker: Worker, address: str, dest: Destination) -> None:
     await worker.puller.pull(worker.tickets.pop(0), address, dest, worker.clock.monotonic() + 60, 1)
 
 
-async def _freeze(worker: Worker, address: str, pid: int) -> Destination:
-    """Stop the source before a read of it is posted, say that the read's time is over, and see the pull fail."""
-    await _pull_big(worker, address, worker.destination(_BIG_PAGES, _BIG_TOKENS, slots=()))
+@dataclass
+class Posted:
+    """A pull that is under way: its reads have been posted."""
+
+    dest: Destination
+    flights: list[Flight]
+    running: asyncio.Task[None]
+
+
+async def _begin(worker: Worker, address: str, source: int) -> Posted:
+    """Begin a pull, of which the source is stopped before the read is posted."""
     worker.pools[0]["kv"].array[:] = 0
-    dest = worker.destination(_BIG_PAGES, _BIG_TOKENS, slots=())
+    dest = worker.destination(BIG_PAGES, _BIG_TOKENS, slots=())
+    posted: asyncio.Future[list[Flight]] = asyncio.get_running_loop().create_future()
     post = worker.puller._post
 
     def stopped_first(*arguments: Any) -> list[Flight]:
-        os.kill(pid, signal.SIGSTOP)
-        while _threads(pid) != {"T"}:
-            time.sleep(0.001)
+        stop(source)
         flights = post(*arguments)
-        for flight in flights:
-            flight.deadline = 0.0
+        posted.set_result(flights)
         return flights
 
     worker.puller._post = stopped_first  # type: ignore[assignment,method-assign]
+    running = asyncio.create_task(_pull_big(worker, address, dest))
+    flights = await posted
+    worker.puller._post = post  # type: ignore[method-assign]
+    return Posted(dest, flights, running)
+
+
+async def _give_up(worker: Worker) -> dict[str, Any]:
+    """The read's time is over, by decree: the pull fails."""
+    assert worker.posted is not None
+    for flight in worker.posted.flights:
+        flight.deadline = 0.0
     try:
-        await _pull_big(worker, address, dest)
+        await worker.posted.running
     except TransferFailed:
-        return dest
-    finally:
-        worker.puller._post = post  # type: ignore[method-assign]
+        return {
+            "released": _hold(worker.posted.dest).releases,
+            "quarantined": worker.puller.quarantined_pages() == len(BIG_PAGES),
+        }
     raise AssertionError("a read from a stopped process has ended")
 
 
-def _threads(pid: int) -> set[str]:
+async def _pull_again(worker: Worker, address: str) -> dict[str, Any]:
+    """When the abandoned destination is nobody's any more."""
+    assert worker.posted is not None
+    released = await asyncio.get_running_loop().run_in_executor(None, _hold(worker.posted.dest).released.wait, 60)
+    await _pull_big(worker, address, worker.destination(BIG_PAGES, _BIG_TOKENS, slots=()))
+    return {"released": released, "wrong": worker.wrong(7, BIG_PAGES, BIG_PAGES)}
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and see that every thread of it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(thread != "T" for thread in _threads(pid)):
+        time.sleep(0.001)
+
+
+def _threads(pid: int) -> Iterator[str]:
     """The states of a process's threads."""
-    states = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return {state.rpartition(")")[2].split()[0] for state in states}
-
-
-async def _pull_frozen(worker: Worker, address: str, pid: int) -> dict[str, Any]:
-    dest = await _freeze(worker, address, pid)
-    report = {
-        "error": "TransferFailed",
-        "released_while_frozen": _hold(dest).releases > 0,
-        "quarantined": worker.puller.quarantined_pages() == len(_BIG_PAGES),
-    }
-    os.kill(pid, signal.SIGCONT)
-    released = await asyncio.get_running_loop().run_in_executor(None, _hold(dest).released.wait, 60)
-    await _pull_big(worker, address, worker.destination(_BIG_PAGES, _BIG_TOKENS, slots=()))
-    return report | {"released_after": released, "again": worker.wrong(7, _BIG_PAGES, _BIG_PAGES)}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that ends meanwhile
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 async def _main(spec: dict[str, Any]) -> None:
