@@ -47,6 +47,8 @@ class EngineRequest:
     root: 32-byte hash root (salt, model, adapter) for prefix keys, see kvtransfer.hashing.
     unit_extras: (position, content hash) of multimodal items, mixed into the keys of the units that hold them.
     choice: the choice index of a continuation (n == 1). first tokens' sequence = len(tokens) - prompt_len.
+    due: when its first token is, on the engine's clock: who is due first goes first, see engine.order. None: now, moved
+    by its priority.
     """
 
     key: LegKey
@@ -62,6 +64,7 @@ class EngineRequest:
     priority: int = 0
     unit_extras: tuple[tuple[int, bytes], ...] = ()
     retention: Retention = Retention()
+    due: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

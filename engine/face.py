@@ -24,6 +24,7 @@ MAX_SALT_BYTES = 1024
 MAX_ID_CHARS = 256
 MAX_RETENTION_PRIORITY = 10
 MAX_RETENTION_MS = 24 * 3600 * 1000
+MAX_DUE_MS = 24 * 3600 * 1000
 LOGPROB_CHUNK_BYTES = 1 << 19
 """Prompt log-probabilities travel in messages of about this size, well under the 1 MiB bound."""
 
@@ -154,7 +155,15 @@ def engine_request(
         reservation_id=request.reservation_id,
         priority=request.priority,
         retention=retention_of(request.retention),
+        due=due_of(worker, request),
     )
+
+
+def due_of(worker: Worker, request: common_pb2.WorkRequest) -> float | None:
+    """On the engine's clock. A router in a hurry, or out of its mind, is at most a day off."""
+    if not request.HasField("due_ms"):
+        return None
+    return worker.clock.monotonic() + min(max(request.due_ms, -MAX_DUE_MS), MAX_DUE_MS) / 1000
 
 
 def retention_of(wire: common_pb2.Retention) -> Retention:

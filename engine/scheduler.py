@@ -5,8 +5,9 @@
 
 Running requests come first: a decode that needs a page takes it from the pool, then from the latest running request
 (preempted by recompute). The earliest one can always take from all others, so it always gets on; one that cannot get a
-page waits for it holding what it has. Admission is first come first served, all or nothing, decode headroom included;
-a request whose KV is being loaded owns its memory already, so nobody in front can hold it up once it has arrived.
+page waits for it holding what it has. Prompts are admitted and computed, chunk by chunk, in the order of engine.order;
+admission is all or nothing, decode headroom included; a request whose KV is being loaded owns its memory already, so
+nobody in front can hold it up once it has arrived.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from engine.api import Admitted, EngineRequest, Event, Failed, Mode, Sink
 from engine.departure import Departures
 from engine.memory import Memory
+from engine.order import chosen, due_at
 from engine.outcome import Outcome
 from engine.pages import PagePool, pages_for
 from engine.plan import Copy, Row, StepPlan, StepResult
@@ -60,7 +62,8 @@ class Scheduler:
     def prepare(self, spec: EngineRequest, sink: Sink, now: float) -> Request:
         """A checked request, counted as waiting from here on. The one method for other threads (behind one lock)."""
         limit = min(self.limits.max_model_len, self.memory.pages.total * PAGE_TOKENS)
-        request = Request(spec, sink, next(self._arrivals), now, limit, remote=spec.mode is Mode.REMOTE)
+        due = due_at(spec.due, spec.priority, now)
+        request = Request(spec, sink, next(self._arrivals), now, due, limit, remote=spec.mode is Mode.REMOTE)
         hasher = PageHasher(spec.root, spec.unit_extras)
         if request.remote:
             request.scored = spec.prompt_len  # log-probabilities of the prompt come from the leg that runs it
@@ -334,18 +337,14 @@ class Scheduler:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def _chunks(self, decode_rows: int) -> list[Row]:
-        """Whole chunks, one per request, in order, within the step's tokens; the first one always fits."""
+        """Whole chunks, one per request, of those due first, within the step's tokens; the first one always fits."""
+        prompts = [seq for seq in self._running if seq.phase is Phase.RUNNING and not seq.decoding]
+        if not prompts:
+            return []
         budget = max(self.limits.max_batched_tokens - decode_rows, self.limits.chunk_tokens)
-        rows: list[Row] = []
-        for seq in self._running:
-            if seq.phase is not Phase.RUNNING or seq.decoding:
-                continue
-            end = seq.chunk_end(self.limits.chunk_tokens)
-            budget -= end - seq.computed
-            if budget < 0:
-                break
-            rows.append(self._row(seq, end))
-        return rows
+        ends = [seq.chunk_end(self.limits.chunk_tokens) for seq in prompts]
+        sizes = ((seq.order, end - seq.computed) for seq, end in zip(prompts, ends, strict=True))
+        return [self._row(prompts[at], ends[at]) for at in chosen(sizes, budget)]
 
     def _row(self, seq: Sequence, end: int) -> Row:
         start = seq.computed
@@ -438,7 +437,7 @@ class Scheduler:
             assert not owned & self.memory.states.slots(), "a mutable slot in the cache"
 
 
-def _rank(seq: Sequence) -> tuple[int, int, int, tuple[int, int, int]]:
+def _rank(seq: Sequence) -> tuple[int, int, int, tuple[float, int, int]]:
     """Who gives way: the last in this order. Earlier deadlines go first (to the second), then who would lose more."""
     return (seq.request.spec.priority, int(seq.request.spec.deadline), -seq.computed, seq.order)
 

@@ -38,6 +38,7 @@ class Request:
     sink: Sink
     arrival: int
     submitted: float
+    due: float  # see engine.order
     limit: int  # tokens known at which every choice ends, whatever it says
     remote: bool
     sequences: list[Sequence] = field(default_factory=list)
@@ -94,9 +95,9 @@ class Sequence:
     kept_until: float = 0.0  # when its cache entries pass their time, as of its admission
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """First come first served within a priority (lower is served first)."""
-        return (self.request.spec.priority, self.request.arrival, self.id)
+    def order(self) -> tuple[float, int, int]:
+        """Who is due first goes first; then first come first served."""
+        return (self.request.due, self.request.arrival, self.id)
 
     @property
     def rows(self) -> int:

@@ -360,6 +360,7 @@ class WorkRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    DUE_MS_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     n: _builtins.int
     """choices; 1 when this is a continuation"""
@@ -375,6 +376,10 @@ class WorkRequest(_message.Message):
     """the rest of `tokens` follows in TokenChunk messages (messages stay <= 1 MiB)"""
     traceparent: _builtins.str
     """W3C trace context"""
+    due_ms: _builtins.int
+    """When the first token is due, from now on; negative: it is late. Orders who waits at the worker, priority and
+    fairness between tenants included. Absent: now, moved by `priority`.
+    """
     @_builtins.property
     def ref(self) -> Global___AttemptRef: ...
     @_builtins.property
@@ -412,12 +417,15 @@ class WorkRequest(_message.Message):
         traceparent: _builtins.str = ...,
         prefix_source: Global___PrefixSource | None = ...,
         retention: Global___Retention | None = ...,
+        due_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "prefix_source", b"prefix_source", "ref", b"ref", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_due_ms", b"_due_ms", "adapter", b"adapter", "due_ms", b"due_ms", "prefix_source", b"prefix_source", "ref", b"ref", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "choice", b"choice", "more_tokens", b"more_tokens", "multimodal", b"multimodal", "n", b"n", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_len", b"prompt_len", "ref", b"ref", "remaining_ms", b"remaining_ms", "reservation_id", b"reservation_id", "retention", b"retention", "salt", b"salt", "sampling", b"sampling", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_ms", b"_due_ms", "adapter", b"adapter", "choice", b"choice", "due_ms", b"due_ms", "more_tokens", b"more_tokens", "multimodal", b"multimodal", "n", b"n", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_len", b"prompt_len", "ref", b"ref", "remaining_ms", b"remaining_ms", "reservation_id", b"reservation_id", "retention", b"retention", "salt", b"salt", "sampling", b"sampling", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__due_ms: _TypeAlias = _typing.Literal["due_ms"]  # noqa: Y015
+    _WhichOneofArgType__due_ms: _TypeAlias = _typing.Literal["_due_ms", b"_due_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__due_ms) -> _WhichOneofReturnType__due_ms | None: ...
 
 Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
 

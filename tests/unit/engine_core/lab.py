@@ -124,6 +124,7 @@ def request(
     root: bytes = ROOT,
     reservation_id: str = "",
     priority: int = 0,
+    due: float | None = None,
     retention: Retention = Retention(),
     **sampling: object,
 ) -> EngineRequest:
@@ -141,6 +142,7 @@ def request(
         reservation_id=reservation_id,
         priority=priority,
         retention=retention,
+        due=due,
     )
 
 
