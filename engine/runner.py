@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from engine.flops import CountedWeights, flops_of
+from engine.graphs import DecodeGraphs
 from engine.heap import keep_freed_memory
 from engine.kernels.decode_cpu import MAX_ROWS, CompiledDecoder
+from engine.kernels.ops import uses_triton
 from engine.layers.batch import Inputs
 from engine.layers.pools import Pools
 from engine.models.llama import LlamaModel
@@ -29,6 +31,9 @@ from runtime.modelfiles import ModelFiles
 PROMPT_SCORE_ROWS = 64
 """Prompt log-probabilities are taken so many rows at a time: a whole chunk's logits would be hundreds of megabytes."""
 
+GRAPH_ROWS = 256
+"""Larger steps keep the device busy by themselves."""
+
 DETERMINISTIC_ROWS = 4
 """Least rows of a matmul in deterministic mode: a row's result is the same for any number from here on."""
 
@@ -39,6 +44,7 @@ class RunnerOptions:
 
     compile: decode steps run in code compiled for this CPU, kept under compile_cache ("" = the user's cache folder).
     replay_len: decode steps of recurrent layers keep records and rewrite the state once every so many; 0 = every step.
+    graph_rows: on a GPU decode steps of up to so many rows are CUDA graphs; 0 = none are.
     """
 
     dtype: str = "auto"
@@ -49,6 +55,7 @@ class RunnerOptions:
     compile: bool = False
     compile_cache: str = ""
     replay_len: int = 0
+    graph_rows: int = 0
 
     @classmethod
     def of(cls, config: Config) -> RunnerOptions:
@@ -61,6 +68,7 @@ class RunnerOptions:
             compile=config.compile,
             compile_cache=config.compile_cache,
             replay_len=config.replay_len if config.replay_ssm else 0,
+            graph_rows=min(config.max_batch, GRAPH_ROWS) if config.cuda_graphs else 0,
         )
 
 
@@ -95,6 +103,10 @@ class TorchRunner:
                 "max_model_len is longer than the model's", field="max_model_len", limit=str(model.max_len)
             )
         self._device = _device(options.device)
+        if options.deterministic and self._device.type == "cuda":
+            raise Unsupported(
+                "a GPU's matmuls differ with their rows: deterministic needs a CPU", field="deterministic"
+            )
         self._dtype = _dtype(options.dtype, source.dtype(), self._device)
         self._max_len = options.max_model_len or model.max_len
         self._eos = eos_token_ids
@@ -117,6 +129,8 @@ class TorchRunner:
         self._compile = options.compile
         self._compile_cache = Path(options.compile_cache) if options.compile_cache else default_cache()
         self._decoder: CompiledDecoder | None = None
+        self._graph_rows = options.graph_rows if uses_triton(self._device) and not options.deterministic else 0
+        self._graphs: DecodeGraphs | None = None
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
@@ -139,12 +153,17 @@ class TorchRunner:
                 assert isinstance(self._model, LlamaModel), "build() refuses the others"
                 pages = self._pools.kv.pool.pages
                 self._decoder = CompiledDecoder(self._model.decode_model(), pages, self._compile_cache)
+            if self._graph_rows:
+                self._graphs = DecodeGraphs(
+                    self._model, self._pools, self._max_len, self._ring, self._device, self._graph_rows
+                )
+        self._finish()  # peers may read and write from here on
 
     def regions(self) -> tuple[Region, ...]:
         return self._memory().regions()
 
     def close(self) -> None:
-        self._pools = self._decoder = None
+        self._pools = self._decoder = self._graphs = None
 
     def _memory(self) -> Pools:
         assert self._pools is not None, "allocate() comes first"
@@ -157,13 +176,18 @@ class TorchRunner:
         results: list[tuple[RowResult, bool]] = []
         if plan.rows:
             results = self._run_compiled(plan.rows) if self._compiles(plan.rows) else self._run_model(plan.rows)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._finish()
         failed = tuple(r.seq for r, finite in results if not finite)
         kept = tuple(r for r, finite in results if finite)
         if failed:
             raise RowsFailed(failed, StepResult(plan.step, kept))
         return StepResult(plan.step, kept)
+
+    def _finish(self) -> None:
+        """Wait until all that this thread asked of the device is done: the pages may be read by a peer now, and the
+        host buffers of the step's inputs be written again. Copies of others on the device are not waited for."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _compiles(self, rows: tuple[Row, ...]) -> bool:
         fits = self._decoder is not None and len(rows) <= MAX_ROWS
@@ -172,11 +196,11 @@ class TorchRunner:
     def _run_compiled(self, rows: tuple[Row, ...]) -> list[tuple[RowResult, bool]]:
         assert self._decoder is not None
         logits = self._decoder.run([r.tokens[0] for r in rows], [r.start for r in rows], [r.pages for r in rows])
-        sampling = [i for i, row in enumerate(rows) if row.samples]
-        sampled = _sample(rows, sampling, logits if len(sampling) == len(rows) else logits[sampling])
-        return [_result(row, s, ()) for row, s in zip(rows, sampled, strict=True)]
+        return _decoded(rows, logits)
 
     def _run_model(self, rows: tuple[Row, ...]) -> list[tuple[RowResult, bool]]:
+        if self._graphs is not None and self._graphs.takes(rows):
+            return _decoded(rows, self._graphs.logits(rows))
         step = self._inputs.build(rows)
         hidden = self._model.forward(step, self._memory())
         sampling = [i for i, row in enumerate(rows) if row.samples]
@@ -198,6 +222,13 @@ class TorchRunner:
             logits = self._logits(hidden, list(range(first, first + len(targets)))).float()
             ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
             yield from logprobs(logits, ids, [row.prompt_top] * len(targets))
+
+
+def _decoded(rows: tuple[Row, ...], logits: torch.Tensor) -> list[tuple[RowResult, bool]]:
+    """Results of a decode step; logits: one line per row."""
+    sampling = [i for i, row in enumerate(rows) if row.samples]
+    sampled = _sample(rows, sampling, logits if len(sampling) == len(rows) else logits[sampling])
+    return [_result(row, s, ()) for row, s in zip(rows, sampled, strict=True)]
 
 
 def _sample(rows: tuple[Row, ...], sampling: list[int], logits: torch.Tensor) -> list[list[Sampled]]:

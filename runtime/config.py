@@ -43,6 +43,7 @@ class Config(BaseSettings):
     threads: int = Field(0, ge=0, description="of one worker; 0 = cores / workers on this machine")
     compile: bool = Field(False, description="decode steps in code compiled for this CPU (bfloat16 only)")
     compile_cache: str = Field("", description="folder of compiled code; empty = the user's cache folder")
+    cuda_graphs: bool = Field(True, description="on a GPU decode steps are launched as one graph")
     deterministic: bool = Field(False, description="a row's numbers never depend on the batch around it (slower)")
 
     # one worker

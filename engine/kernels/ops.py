@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from engine.kernels import attnres as _attnres
@@ -29,6 +30,11 @@ R = TypeVar("R")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def uses_triton(device: torch.device) -> bool:
+    """Whether tensors of this device take the GPU's path."""
+    return device.type == "cuda" or _INTERPRETED
+
+
 def _by_device(reference: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
     """`reference` for CPU tensors, the function of the same name and signature in engine.kernels.triton for others."""
     module = f"engine.kernels.triton.{reference.__module__.rpartition('.')[2]}"
@@ -39,7 +45,7 @@ def _by_device(reference: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
 
     @functools.wraps(reference)
     def run(first: Tensor, /, *args: P.args, **options: P.kwargs) -> R:
-        if first.is_cuda or _INTERPRETED:
+        if uses_triton(first.device):
             result: R = ported()(first, *args, **options)
             return result
         return reference(first, *args, **options)

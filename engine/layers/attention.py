@@ -7,6 +7,7 @@ import torch
 from engine.kernels.attention import decode_attention, prefill_attention
 from engine.layers.batch import StepBatch
 from engine.layers.kv import Kv
+from engine.layers.latent import LatentStep
 
 
 def attend(
@@ -14,6 +15,8 @@ def attend(
 ) -> torch.Tensor:
     """q [T, heads, head_dim] -> [T, heads * head_dim]; the step's own keys and values are stored already. Padding rows
     are zero. windowed: the layer sees the model's sliding window only."""
+    if step.paged is not None:
+        return _by_pages(q, step.paged, kv.pool.layer(layer), scale, step.window if windowed else 0)
     out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
     covered = 0
     for d in step.decode:
@@ -29,3 +32,14 @@ def attend(
         covered = p.last
     out[covered:].zero_()
     return out
+
+
+def _by_pages(q: torch.Tensor, step: LatentStep, cache: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+    """On a GPU: straight from the pages, in one launch for the decode rows and one for prompt chunks."""
+    from engine.kernels.triton.attention import paged_attention
+
+    at = step.decode.tokens
+    parts = [paged_attention(q[:at], cache, step.decode, scale=scale, window=window)] if at else []
+    if at < len(q):
+        parts.append(paged_attention(q[at:], cache, step.prefill, scale=scale, window=window))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

@@ -15,10 +15,11 @@ import torch
 from engine.kernels.attention import Block, DecodeGroup, PrefillGroup, block_rows
 from engine.kernels.delta_chunk_plan import Checkpoint, ChunkPlan
 from engine.kernels.mla_plan import PagedPlan
+from engine.kernels.ops import uses_triton
 from engine.layers.kv import KvShape
 from engine.layers.latent import LatentStep
 from engine.layers.pools import Groups
-from engine.layers.state import STEADY_ROWS, LinearStep, records_of
+from engine.layers.state import STEADY_ROWS, LinearStep, folds, records_of
 from engine.plan import Row
 from kvtransfer.types import PAGE_TOKENS
 
@@ -31,7 +32,8 @@ class StepBatch:
 
     spans: first and last token of each row of the plan, in its order. min_rows: least rows of any matmul.
     decode, prefill and cells serve layers with keys and values, latent those with latent attention, linear those with
-    a state; empty or None where the model has no such layer.
+    a state; empty or None where the model has no such layer. On a GPU paged stands for decode and prefill, window is
+    the model's.
     """
 
     tokens: torch.Tensor
@@ -43,6 +45,8 @@ class StepBatch:
     min_rows: int = 1
     latent: LatentStep | None = None
     linear: LinearStep | None = None
+    paged: LatentStep | None = None
+    window: int = 0
 
 
 class Inputs:
@@ -55,7 +59,6 @@ class Inputs:
         *,
         alone: bool,
         min_rows: int,
-        pin: bool = False,
         ring: int = 1,
     ) -> None:
         """alone: each decode row is its own group (a row then cannot depend on its neighbours). min_rows: pad a step to
@@ -66,6 +69,7 @@ class Inputs:
         self._alone = alone
         self._min_rows = min_rows
         self._ring = ring
+        self._paged_kernels = uses_triton(device)
         self._buffers: dict[str, torch.Tensor] = {}
         self._triangles: dict[int, torch.Tensor] = {}
 
@@ -81,19 +85,22 @@ class Inputs:
         prefill = [r for r in rows if not r.is_decode]
         padding = len(tokens) - int(starts[-1])
         has_kv = self._groups.kv is not None
+        gathers = has_kv and not self._paged_kernels
         cells = self._kv.cell_index(pages, positions % PAGE_TOKENS) if has_kv else np.zeros(0, dtype=np.int64)
         return StepBatch(
             tokens=self._put("tokens", tokens),
             positions=self._put("positions", positions),
             cells=self._put("cells", cells.ravel()),
-            decode=tuple(self._decode(spans[g[0]][0], [rows[i] for i in g]) for g in groups) if has_kv else (),
+            decode=tuple(self._decode(spans[g[0]][0], [rows[i] for i in g]) for g in groups) if gathers else (),
             prefill=tuple(self._prefill(spans[i][0], r) for i, r in enumerate(rows) if not r.is_decode)
-            if has_kv
+            if gathers
             else (),
             spans=tuple(spans),
             min_rows=self._min_rows,
             latent=self._latent(decode, prefill, padding) if self._groups.latent else None,
             linear=self._linear(decode, prefill) if self._groups.state else None,
+            paged=self._latent(decode, prefill, padding) if has_kv and self._paged_kernels else None,
+            window=self._window,
         )
 
     @property
@@ -129,7 +136,7 @@ class Inputs:
 
     def _replay(self, decode: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
         held = [records_of(r.slot, r.start, r.whole, self._ring) if r.whole >= 0 else 0 for r in decode]
-        fold = [r.whole < 0 or (r.start + 1 + r.slot) % self._ring == 0 for r in decode]
+        fold = [folds(r.slot, r.start, r.whole, self._ring) for r in decode]
         return self._device_copy(np.array(held, dtype=np.int64)), torch.tensor(fold, device=self._device)
 
     def _flat(self, rows: Sequence[Row], count: int) -> tuple[Array, Array, Array]:

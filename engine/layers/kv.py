@@ -88,6 +88,10 @@ class KvPool:
         values = kv.reshape(-1, self.shape.head_dim).view(torch.int64)
         self._cells[layer * 2 * PAGE_TOKENS :].index_copy_(0, cells, values)
 
+    def layer(self, index: int) -> torch.Tensor:
+        """[page, kv_head, 2, 16, head_dim] of one layer, strided by page and head."""
+        return self.pages[:, :, index]
+
     def gather(self, layer: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Fetch rows (row_index() of layer 0, flattened) into out [len(rows), 16 * head_dim words]."""
         torch.index_select(self._rows[layer * 2 :], 0, rows, out=out)

@@ -108,6 +108,11 @@ def records_of(slot: int, length: int, whole: int, ring: int) -> int:
     return min(length - whole, (length + slot) % ring)
 
 
+def folds(slot: int, start: int, whole: int, ring: int) -> bool:
+    """Whether the decode row at `start` folds its slot's ring (see records_of): its own token goes into the state."""
+    return whole < 0 or (start + 1 + slot) % ring == 0
+
+
 class StatePool:
     """Owns the slots' memory: one tensor per component, in the order of the spec's components.
 

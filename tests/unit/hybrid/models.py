@@ -229,8 +229,16 @@ def runner_of(
     deterministic: bool = False,
     dtype: str = "float32",
     replay_len: int = 0,
+    graph_rows: int = 0,
 ) -> TorchRunner:
-    options = RunnerOptions(dtype=dtype, device="cpu", threads=1, deterministic=deterministic, replay_len=replay_len)
+    options = RunnerOptions(
+        dtype=dtype,
+        device="cpu",
+        threads=1,
+        deterministic=deterministic,
+        replay_len=replay_len,
+        graph_rows=graph_rows,
+    )
     runner = TorchRunner(config_of(name), RandomWeights(seed), options, (2,))
     runner.allocate(pages, slots)
     return runner
