@@ -269,6 +269,8 @@ class Booking:
         decision = self._planner.plan(wish.work, wish.tokens, careful, waited)
         if isinstance(decision, Nobody):
             decision = self._planner.plan(wish.work, wish.tokens, state.role, waited)
+            if isinstance(decision, Nobody) and not self._prefills():
+                decision = self._planner.plan(wish.work, wish.tokens, state.role, waited, alone=True)
             if isinstance(decision, Plan):
                 self._degraded.inc()
         if isinstance(decision, Plan):
@@ -276,6 +278,10 @@ class Booking:
         if isinstance(decision, Nobody):
             return self._least_loaded(wish, state)  # says why, or knows somebody the policy does not
         return None
+
+    def _prefills(self) -> bool:
+        """Whether anybody is there for prompts, whatever else keeps it from taking this one."""
+        return any(state.usable and state.role is not Role.DECODE for state in self._fleet.states())
 
     def _states(self) -> list[pairing.WorkerState]:
         """The fleet, without those whose breaker is open; if that leaves a role empty, with them."""

@@ -31,7 +31,7 @@ from router.policy.fetching import Holder, best, holders
 from router.policy.policies import pairable
 from router.policy.rent import Rents
 from router.policy.speeds import Speeds
-from router.policy.view import Decision, Fetch, Forecast, Nobody, Placement, RequestView, Wait, WorkerView
+from router.policy.view import Decision, Fetch, Forecast, Nobody, Placement, RequestView, Wait, WorkerView, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,24 @@ class Predicted:
         found = pairable(request, workers)
         if isinstance(found, Nobody):
             return found
+        return self._decide(request, *found, workers, now)
+
+    def alone(self, request: RequestView, workers: Sequence[WorkerView], now: float) -> Decision:
+        """Every prefill worker is away: those that decode do both meanwhile."""
+        prefills, decodes = split(workers, request.tokens + 1)
+        if prefills or not decodes or not self._config.deflect:
+            return Nobody("no_prefill_worker")
+        return self._decide(request, [], decodes, workers, now)
+
+    def _decide(
+        self,
+        request: RequestView,
+        prefills: list[WorkerView],
+        decodes: list[WorkerView],
+        workers: Sequence[WorkerView],
+        now: float,
+    ) -> Decision:
         self._speeds.relax(now)
-        prefills, decodes = found
         price = self._price(prefills, now)
         among = holders(request, workers)
         rests = sorted((self._rest(request, worker, now) for worker in decodes), key=lambda rest: rest.cost)
@@ -133,7 +149,7 @@ class Predicted:
     def _price(self, prefills: Sequence[WorkerView], now: float) -> float:
         """Of a second of work: what it delays, which is nothing while there are idle workers for whoever comes next.
         So a hot prefix spreads over an idle fleet, and a busy one keeps requests where their prefix is."""
-        crowd = sum(min(worker.queue_s(now) / self._config.busy_s, 1.0) for worker in prefills) / len(prefills)
+        crowd = sum(min(worker.queue_s(now) / self._config.busy_s, 1.0) for worker in prefills) / max(len(prefills), 1)
         return self._config.work_weight * crowd
 
     def _start(
@@ -290,7 +306,7 @@ class Predicted:
         price = math.inf
         if copy is not None:
             work = copy[1].load_s + copy[1].prefill_s - start.load_s - start.prefill_s
-            price = copy[0] - cost + max(work, 0.0) * sum(bool(w.work) for w in prefills) / len(prefills)
+            price = copy[0] - cost + max(work, 0.0) * sum(bool(w.work) for w in prefills) / max(len(prefills), 1)
         return copy if self._rents.due(links[-1], request.request_id, start.queue_s, price) else None
 
     @staticmethod

@@ -165,13 +165,24 @@ class Planner:
     # --- decisions
 
     def plan(
-        self, work: Work, tokens: tuple[int, ...], allowed: Callable[[str, Role], Role | None], waited_s: float
+        self,
+        work: Work,
+        tokens: tuple[int, ...],
+        allowed: Callable[[str, Role], Role | None],
+        waited_s: float,
+        *,
+        alone: bool = False,
     ) -> Plan | Wait | Nobody:
-        """allowed: the role a worker may be given now, or None. Changes nothing but the policy's own memory."""
+        """allowed: the role a worker may be given now, or None. alone: there is no prefill worker at all, and those
+        that decode may do without. Changes nothing but the policy's own memory."""
         now = self._clock.monotonic()
         views = self._views(allowed, now)
         request = self._request(work, tokens, waited_s)
-        decision = self._policy.choose(request, views, now)
+        decision: Placement | Wait | Nobody = Nobody("no_prefill_worker")
+        if not alone:
+            decision = self._policy.choose(request, views, now)
+        elif isinstance(self._policy, Predicted):
+            decision = self._policy.alone(request, views, now)
         if not isinstance(decision, Placement):
             return decision
         choice: pairing.Pair | pairing.Local = pairing.Pair(decision.prefill, decision.decode)

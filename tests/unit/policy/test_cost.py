@@ -222,3 +222,21 @@ def test_rent_of_prefixes_nobody_waits_for_any_more_is_forgotten() -> None:
     assert len(rents) == 3
     assert not rents.due(b"\x00", "later", 1.0, 1.5), "the first one's rent is gone"
     assert rents.due(b"\x04", "later", 1.0, 1.5)
+
+
+def test_while_every_prefill_worker_is_away_those_that_decode_do_both() -> None:
+    policy, question = Predicted(Known(), CostConfig()), request(500)
+    crowd = (busy_decode(1), decode(2))
+    assert policy.choose(question, crowd, 0.0) == Nobody("no_prefill_worker")
+    found = policy.alone(question, crowd, 0.0)
+    assert isinstance(found, Placement)
+    assert (found.prefill, found.decode) == ("d2", "d2")
+
+
+def test_nobody_does_both_alone_where_that_is_not_allowed_or_a_prefill_worker_is_there() -> None:
+    question = request(500)
+    assert Predicted(Known(), CostConfig(deflect=False)).alone(question, [decode(1)], 0.0) == Nobody(
+        "no_prefill_worker"
+    )
+    assert Predicted(Known()).alone(question, [prefill(1), decode(2)], 0.0) == Nobody("no_prefill_worker")
+    assert Predicted(Known()).alone(question, [], 0.0) == Nobody("no_prefill_worker")
