@@ -21,10 +21,10 @@ from pdserve.client import AsyncClient
 from pdserve.progress import ProgressView
 from pdserve.results import Completed, Delta, Event, Ledger, Usage
 from pdserve.status import with_token
-from pdserve.up import Stopped, until_signal
+from pdserve.up import Stopped, refuse_unknown_model, until_signal
 from protos.v1 import worker_pb2
 from runtime.config import Config
-from runtime.errors import InvalidRequest, PdserveError, WorkerLost
+from runtime.errors import InvalidRequest, NotFound, PdserveError, WorkerLost
 
 MAX_TOKENS = 64
 
@@ -96,10 +96,11 @@ async def run(config: Config, ask: str, as_json: bool) -> int:
     console = Console(stderr=as_json)
     with tempfile.TemporaryDirectory(prefix="pdserve-demo-", ignore_cleanup_errors=True) as folder:
         try:
+            await refuse_unknown_model(config)
             return int(await until_signal(_run(_own(config, folder), ask, as_json, console)))
         except Stopped:
             return 130
-        except InvalidRequest as error:
+        except (InvalidRequest, NotFound) as error:
             if not as_json:
                 raise
             print(json.dumps({"ok": False, "faults": [f"{error.field}: {error.message}"]}))

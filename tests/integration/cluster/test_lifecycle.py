@@ -108,8 +108,9 @@ def test_a_worker_that_keeps_dying_ends_the_start(tmp_path: Path) -> None:
 
 def test_an_unknown_model_is_refused_by_its_key(tmp_path: Path) -> None:
     done = run_pdserve("up", "--model=no-such-model", f"--state-dir={tmp_path}/state")
-    assert done.returncode != 0
-    assert "model" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdserve: model: ")
+    assert done.stdout == "", "nothing was started"
     assert not (tmp_path / "state" / "cluster.json").exists()
 
 
