@@ -13,13 +13,16 @@ from typing import Any, Protocol
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.policy.trust import sound
-from router.workers.links import Link, split_tokens
+from router.workers.commands import split_tokens
+from router.workers.links import Link
 from router.workers.planner import Booked
 from router.workers.worker import Charge, Worker
 from runtime import errors
 from runtime.errors import PdserveError, WorkerLost
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
+Fill = Callable[[common_pb2.WorkRequest, common_pb2.AttemptRef], None]
+"""Writes all of a submission but its reservation."""
 
 
 class State(Enum):
@@ -144,17 +147,20 @@ class PrefillLeg(_Leg):
     def link(self) -> Link[prefill_pb2.PrefillCommand] | None:
         return self.worker.prefill
 
-    def submit(self, work: common_pb2.WorkRequest) -> None:
+    def submit(self, fill: Fill) -> None:
         """Raises WorkerLost."""
+        command = prefill_pb2.PrefillCommand()
+        work = command.submit
+        fill(work, self.ref)
         work.reservation_id = self.reservation_id
-        chunks = list(split_tokens(work))
+        chunks = split_tokens(work)
         link = self.link
         if link is None:
             raise WorkerLost("the prefill worker is gone")
         link.attach(
             self.key,
             self,
-            prefill_pb2.PrefillCommand(submit=work),
+            command,
             *(prefill_pb2.PrefillCommand(tokens=chunk) for chunk in chunks),
         )
         self.state = State.RUNNING
@@ -183,18 +189,22 @@ class DecodeLeg(_Leg):
     def link(self) -> Link[decode_pb2.DecodeCommand] | None:
         return self.worker.decode
 
-    def submit(self, work: common_pb2.WorkRequest, *, local: bool) -> None:
+    def submit(self, fill: Fill, *, local: bool) -> None:
         """Raises WorkerLost. The attempt's number is its fence: a later attempt supersedes an earlier one at P."""
-        work.reservation_id = self.reservation_id
-        chunks = list(split_tokens(work))
-        submit = decode_pb2.DecodeSubmit(request=work, local=local, fence=self.ref.attempt)
+        command = decode_pb2.DecodeCommand()
+        submit = command.submit
+        fill(submit.request, self.ref)
+        submit.request.reservation_id = self.reservation_id
+        submit.local = local
+        submit.fence = self.ref.attempt
+        chunks = split_tokens(submit.request)
         link = self.link
         if link is None:
             raise WorkerLost("the decode worker is gone")
         link.attach(
             self.key,
             self,
-            decode_pb2.DecodeCommand(submit=submit),
+            command,
             *(decode_pb2.DecodeCommand(tokens=chunk) for chunk in chunks),
         )
         self.state = State.RUNNING

@@ -90,7 +90,7 @@ class Onward(Passage):
 
     def _send(self, leg: DecodeLeg) -> None:
         """Raises PdserveError."""
-        leg.submit(self._wire(leg.ref), local=False)
+        leg.submit(self._fill, local=False)
         self.owner.ledger.placed("", leg.worker.id)
         assert self._ticket is not None
         leg.ticket(self._ticket)

@@ -80,37 +80,34 @@ class Passage(Seats):
         self._source = self.prefill.worker if self.prefill is not None else self.decode.worker
         self.owner.ledger.placed(self._source.id, self.decode.worker.id)
         if isinstance(self.prefill, PrefillLeg):
-            self.prefill.submit(self._fetching(self._wire(self.prefill.ref)))
-        work = self._wire(self.decode.ref)
-        self.decode.submit(self._fetching(work) if self.local else work, local=self.local)
+            self.prefill.submit(self._fill_fetching)
+        self.decode.submit(self._fill_fetching if self.local else self._fill, local=self.local)
         self.moved_at = self._sent_at = self._now()
         self.owner.moved(self)
 
-    def _wire(self, ref: common_pb2.AttemptRef) -> common_pb2.WorkRequest:
+    def _fill(self, request: common_pb2.WorkRequest, ref: common_pb2.AttemptRef) -> None:
+        """In its place in a command: a message that is put into another one is copied."""
         work, piece = self.owner.work, self.piece
-        request = common_pb2.WorkRequest(
-            ref=ref,
-            tokens=piece.tokens,
-            prompt_len=piece.prompt_len,
-            sampling=work.sampling,
-            n=len(piece.choices),
-            choice=piece.choice,
-            salt=work.salt,
-            remaining_ms=self._remaining_ms(),
-            traceparent=work.traceparent,
-            retention=work.retention,
-        )
+        request.ref.CopyFrom(ref)
+        request.tokens.extend(piece.tokens)
+        request.prompt_len = piece.prompt_len
+        request.sampling.CopyFrom(work.sampling)
+        request.n = len(piece.choices)
+        request.choice = piece.choice
+        request.salt = work.salt
+        request.remaining_ms = self._remaining_ms()
+        request.traceparent = work.traceparent
+        request.retention.CopyFrom(work.retention)
         if piece.first_sequence:  # the prompt's scores are there: asking again would only keep it from the cache
             request.sampling.prompt_logprobs = False
-        return request
 
-    def _fetching(self, work: common_pb2.WorkRequest) -> common_pb2.WorkRequest:
+    def _fill_fetching(self, request: common_pb2.WorkRequest, ref: common_pb2.AttemptRef) -> None:
         """With the place where the prompt's beginning is to be brought from first. Whose scores are wanted is run."""
+        self._fill(request, ref)
         source = self._prefix_source(self._source) if self._source is not None else None
-        if source is not None and not work.sampling.prompt_logprobs:
-            work.prefix_source.CopyFrom(source)
+        if source is not None and not request.sampling.prompt_logprobs:
+            request.prefix_source.CopyFrom(source)
             self._fetch_from = source.worker_id
-        return work
 
     def prefill_event(self, leg: PrefillLeg, kind: str, body: Any) -> None:
         if leg is not self.prefill:
@@ -386,7 +383,7 @@ class Passage(Seats):
                 self._heard(leg, leg.refusal)
                 continue
             try:
-                leg.submit(self._wire(leg.ref), local=False)
+                leg.submit(self._fill, local=False)
             except WorkerLost:
                 leg.close("lost")
                 continue

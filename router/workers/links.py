@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -20,26 +20,14 @@ import structlog
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.pressure import Pressure
+from router.workers.commands import COLLECT_S, Density, batched
 from runtime.errors import PdserveError, WorkerLost
 
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 ACK_EVERY = 32
-TOKENS_PER_MESSAGE = 100_000
-"""Token ids are varints of at most 5 bytes: half a MiB, under the 1 MiB limit with everything else."""
-
 BATCH_COMMANDS = 256
 BATCH_BYTES = 512 << 10
-
-COLLECT_S = 0.002
-"""Under pressure commands are collected for so long: a message costs as much as a dozen commands, and so does the one
-that answers it."""
-
-WORTH = 4
-"""Commands that must be expected to come in that time. Pressure lasts for a second after its cause; what collects
-nothing would only be late, five times on a request's way."""
-
-_MEMORY = 16.0
 
 _RETRY_S = 0.05
 _EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  the stubs do not know it
@@ -68,36 +56,18 @@ class Leg(Protocol):
     def next_sequence(self) -> list[int]: ...
 
 
-class Density:
-    """How densely commands leave: smoothed seconds from one to the next."""
-
-    def __init__(self) -> None:
-        self._gap_s = COLLECT_S
-        self._at = 0.0
-
-    @property
-    def worth_collecting(self) -> bool:
-        return self._gap_s * WORTH <= COLLECT_S
-
-    def sent(self, count: int, now: float) -> None:
-        """A pause of any length counts as one of COLLECT_S: what came before it is not forgotten."""
-        gap = min((now - self._at) / count, COLLECT_S)
-        self._gap_s += min(count / _MEMORY, 1.0) * (gap - self._gap_s)
-        self._at = now
-
-
 class Service(Protocol[D]):
     """What differs between the prefill and the decode stream."""
 
     name: str
 
-    def open(self) -> Any: ...
+    def open(self) -> Any:
+        """The call. What is written to it is serialised already."""
+        ...
 
     def hello(self, hello: common_pb2.Hello) -> D: ...
 
     def ack(self, ref: common_pb2.AttemptRef, next_sequence: list[int]) -> D | None: ...
-
-    def batch(self, commands: list[Any]) -> D: ...
 
     def reserve(self, request: common_pb2.ReserveRequest) -> D: ...
 
@@ -269,7 +239,7 @@ class Link(Generic[C]):
                 protocol_max=PROTOCOL_MAX,
                 resume=resume,
             )
-            await call.write(self._service.hello(hello))
+            await call.write(self._service.hello(hello).SerializeToString())
             asked = {(entry.ref.request_id, entry.ref.attempt) for entry in resume}
             await self._read(call, asked)
         finally:
@@ -320,18 +290,18 @@ class Link(Generic[C]):
             while self._urgent or self._submissions:
                 await call.write(self._next_message())
 
-    def _next_message(self) -> C:
+    def _next_message(self) -> bytes:
         """One command, or as many as wait and fit, in order."""
-        first = self._pop()
+        first = self._pop().SerializeToString()
         if not self.streams_reserve or not (self._urgent or self._submissions):
             return first
-        commands, size = [first], first.ByteSize()
+        commands, size = [first], len(first)
         while (self._urgent or self._submissions) and len(commands) < BATCH_COMMANDS:
             size += (self._urgent[0] if self._urgent else self._submissions[0][1]).ByteSize() + 4
             if size > BATCH_BYTES:
                 break
-            commands.append(self._pop())
-        return first if len(commands) == 1 else self._service.batch(commands)
+            commands.append(self._pop().SerializeToString())
+        return first if len(commands) == 1 else batched(commands)
 
     def _pop(self) -> C:
         if self._urgent:
@@ -433,17 +403,3 @@ def _is_gone(exc: grpc.aio.AioRpcError) -> bool:
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.INVALID_ARGUMENT,
     )
-
-
-def split_tokens(work: common_pb2.WorkRequest) -> Iterator[common_pb2.TokenChunk]:
-    """Leave the first part of the tokens in `work` and yield the rest, so that no message passes 1 MiB."""
-    if len(work.tokens) <= TOKENS_PER_MESSAGE:
-        return
-    tokens = list(work.tokens)
-    del work.tokens[TOKENS_PER_MESSAGE:]
-    work.more_tokens = True
-    for offset in range(TOKENS_PER_MESSAGE, len(tokens), TOKENS_PER_MESSAGE):
-        part = tokens[offset : offset + TOKENS_PER_MESSAGE]
-        yield common_pb2.TokenChunk(
-            ref=work.ref, offset=offset, tokens=part, more=offset + TOKENS_PER_MESSAGE < len(tokens)
-        )

@@ -40,15 +40,14 @@ class PrefillService:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub: Any = prefill_pb2_grpc.PrefillStub(channel)
+        opens: Any = channel.stream_stream  # commands come serialised; the stubs do not know that this may be
+        self._open = opens("/pdserve.v1.Prefill/Open", response_deserializer=prefill_pb2.PrefillEvents.FromString)
 
     def open(self) -> Any:
-        return self.stub.Open()
+        return self._open()
 
     def hello(self, hello: common_pb2.Hello) -> prefill_pb2.PrefillCommand:
         return prefill_pb2.PrefillCommand(hello=hello)
-
-    def batch(self, commands: list[Any]) -> prefill_pb2.PrefillCommand:
-        return prefill_pb2.PrefillCommand(batch=commands)
 
     def reserve(self, request: common_pb2.ReserveRequest) -> prefill_pb2.PrefillCommand:
         return prefill_pb2.PrefillCommand(reserve=request)
@@ -67,15 +66,14 @@ class DecodeService:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub: Any = decode_pb2_grpc.DecodeStub(channel)
+        opens: Any = channel.stream_stream  # commands come serialised; the stubs do not know that this may be
+        self._open = opens("/pdserve.v1.Decode/Open", response_deserializer=decode_pb2.DecodeEvents.FromString)
 
     def open(self) -> Any:
-        return self.stub.Open()
+        return self._open()
 
     def hello(self, hello: common_pb2.Hello) -> decode_pb2.DecodeCommand:
         return decode_pb2.DecodeCommand(hello=hello)
-
-    def batch(self, commands: list[Any]) -> decode_pb2.DecodeCommand:
-        return decode_pb2.DecodeCommand(batch=commands)
 
     def reserve(self, request: common_pb2.ReserveRequest) -> decode_pb2.DecodeCommand:
         return decode_pb2.DecodeCommand(reserve=request)

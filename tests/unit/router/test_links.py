@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from protos.v1 import common_pb2, prefill_pb2
+from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.pressure import Pressure
-from router.workers.links import Density, Link
+from router.workers.commands import Density, batched
+from router.workers.links import Link
 from router.workers.worker import PrefillService
 from runtime.errors import PdserveError, WorkerLost
 
@@ -25,9 +26,9 @@ class Call:
         self.seen = asyncio.Condition()
         self._welcomed = False
 
-    async def write(self, message: prefill_pb2.PrefillCommand) -> None:
+    async def write(self, message: bytes) -> None:
         async with self.seen:
-            self.written.append(message)
+            self.written.append(prefill_pb2.PrefillCommand.FromString(message))
             self.seen.notify_all()
 
     async def read(self) -> prefill_pb2.PrefillEvents:
@@ -111,6 +112,19 @@ async def test_what_was_queued_before_the_stream_was_attached_is_sent_then(busy:
         assert call.written[1] == submit(1)
 
 
+def test_a_batch_is_what_protobuf_would_write() -> None:
+    commands = [submit(1), prefill_pb2.PrefillCommand(), submit(2)]
+    commands[2].submit.tokens.extend(range(20_000))
+    decode = [decode_pb2.DecodeCommand(ack=decode_pb2.Ack(ref=ref(1), next_sequence=[3])), decode_pb2.DecodeCommand()]
+
+    assert batched([one.SerializeToString() for one in commands]) == (
+        prefill_pb2.PrefillCommand(batch=commands).SerializeToString()
+    )
+    assert batched([one.SerializeToString() for one in decode]) == (
+        decode_pb2.DecodeCommand(batch=decode).SerializeToString()
+    )
+
+
 @pytest.mark.parametrize("dense", [True, False])
 async def test_under_pressure_what_comes_densely_within_two_milliseconds_is_one_message(dense: bool) -> None:
     pressure = Pressure()
@@ -175,8 +189,8 @@ class Brittle(Call):
         self._ended = asyncio.Event()
         self.welcome.set()
 
-    async def write(self, message: prefill_pb2.PrefillCommand) -> None:
-        if self._fails == "writing" and not message.HasField("hello"):
+    async def write(self, message: bytes) -> None:
+        if self._fails == "writing" and not prefill_pb2.PrefillCommand.FromString(message).HasField("hello"):
             raise ValueError("a message that cannot be written")
         await super().write(message)
 
