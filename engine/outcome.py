@@ -7,6 +7,7 @@ here, and nowhere later.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -101,9 +102,7 @@ class Outcome:
     def _source_done(self, seq: Sequence, result: RowResult) -> None:
         request = seq.request
         first = tuple(First(s.choice, s.token, s.finish, logprob_bytes(s.logprob)) for s in self._sampled(seq, result))
-        queue_s = request.admitted - request.submitted
-        prefill_s = request.prefilled - request.admitted
-        done = SourceDone(request.spec.key, first, request.cached_tokens, queue_s, prefill_s)
+        done = SourceDone(request.spec.key, first, request.cached_tokens, request.queue_s, request.prefill_s)
         self.emit(request, done)
         self._close(seq)
 
@@ -180,11 +179,20 @@ class Outcome:
             finish,
             last,
             cached_tokens=request.cached_tokens,
-            queue_s=request.admitted - request.submitted,
-            prefill_s=request.prefilled - request.admitted,
+            queue_s=request.queue_s,
+            prefill_s=request.prefill_s,
             decode_s=now - request.prefilled,
             recomputed_tokens=request.recomputed_tokens,
         )
+
+
+def charge(rows: Iterable[tuple[Sequence, Row]], seconds: float) -> None:
+    """What a step took, to the prompts in it by their tokens: one that waits for another's chunk does not compute, and
+    who learns from these figures how long a prompt takes must not learn how many others there were."""
+    prompts = [(seq.request, len(row.tokens)) for seq, row in rows if seq.request.prefilled < 0]
+    tokens = sum(count for _, count in prompts)
+    for request, count in prompts:
+        request.computing_s += seconds * count / tokens
 
 
 def logprob_bytes(logprob: Logprob | None) -> bytes:

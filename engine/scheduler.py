@@ -21,7 +21,7 @@ from engine.api import Admitted, EngineRequest, Event, Failed, Mode, Sink
 from engine.departure import Departures
 from engine.memory import Memory
 from engine.order import chosen, due_at
-from engine.outcome import Outcome
+from engine.outcome import Outcome, charge
 from engine.pages import PagePool, pages_for
 from engine.plan import Copy, Row, StepPlan, StepResult
 from engine.reservations import Amount
@@ -52,6 +52,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._ids = itertools.count(1)
         self._in_flight: dict[int, tuple[Sequence, Row]] = {}
+        self._began = 0.0  # the step in flight
         self._copying: list[tuple[Sequence, PagePool, Copy]] = []
         self._doomed: list[Sequence] = []  # ended while in flight: their memory is given back when the step lands
         self._outcome = Outcome(memory, self._ids)
@@ -182,13 +183,14 @@ class Scheduler:
         copies = self._take_copies()
         if not rows and not copies:
             return None
-        self.step += 1
+        self.step, self._began = self.step + 1, now
         return StepPlan(self.step, tuple(rows), copies)
 
     def apply(self, result: StepResult, now: float, failed: Seq[int] = ()) -> None:
         """Take a step's result. failed: Row.seq of rows that have none; their requests end."""
         assert result.step == self.step, "another step's result"
         flight = self._land()
+        charge(flight.values(), now - self._began)
         for row_result in result.rows:
             seq, row = flight.pop(row_result.seq)
             if seq.phase is Phase.DONE:  # ended meanwhile

@@ -49,6 +49,7 @@ class Request:
     scored: int = 0  # prompt positions whose log-probabilities are out
     admitted: float = -1.0
     prefilled: float = -1.0
+    computing_s: float = 0.0  # its share of the steps that ran its prompt
     cached_tokens: int = 0
     recomputed_tokens: int = 0
 
@@ -60,6 +61,16 @@ class Request:
     def first_sequence(self) -> int:
         """Sequence number of the first token sampled here."""
         return len(self.spec.tokens) - self.spec.prompt_len
+
+    @property
+    def queue_s(self) -> float:
+        """Until its first token: the wait for room, and for the chunks of others."""
+        return max(self.prefilled - self.submitted - self.prefill_s, 0.0)
+
+    @property
+    def prefill_s(self) -> float:
+        """What its prompt took to compute; of one whose pages come from elsewhere, the time until they were here."""
+        return self.computing_s or self.prefilled - self.admitted
 
     def choices(self) -> tuple[int, ...]:
         """Choice indices this request makes."""

@@ -155,3 +155,22 @@ def test_forked_choices_are_preempted_one_by_one_and_say_the_same() -> None:
         last = next(e for e in lab.of(key) if isinstance(e, Tokens) and e.last)
         assert last.recomputed_tokens > 0
         lab.engine.check_baseline()
+
+
+def test_a_prompt_that_waits_for_the_chunks_of_others_says_so_and_not_that_it_computed() -> None:
+    """Chunks of 32, one a step of a second; the first two prompts share their last step."""
+    lab = Lab(pages=200, changes={"max_batched_tokens": 32})
+    run = lab.oracle.run
+
+    def slow(plan: StepPlan) -> StepResult:
+        lab.clock.advance(1.0)
+        return run(plan)
+
+    lab.oracle.run = slow  # type: ignore[method-assign]
+    lengths = {"long": 48, "short": 16, "last": 64}
+    keys = {name: request(name, prompt(length, seed=length), Mode.SOURCE) for name, length in lengths.items()}
+    for work in keys.values():
+        lab.submit(work)
+    lab.run()
+    said = {name: (lab.done(work.key).queue_s, lab.done(work.key).prefill_s) for name, work in keys.items()}
+    assert said == {"long": (0.5, 1.5), "short": (1.5, 0.5), "last": (2.0, 2.0)}
