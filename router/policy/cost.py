@@ -309,8 +309,7 @@ class Predicted:
             price = copy[0] - cost + max(work, 0.0) * sum(bool(w.work) for w in prefills) / max(len(prefills), 1)
         return copy if self._rents.due(links[-1], request.request_id, start.queue_s, price) else None
 
-    @staticmethod
-    def _placement(cost: float, start: _Start, rest: _Rest, late_s: float) -> Placement:
+    def _placement(self, cost: float, start: _Start, rest: _Rest, late_s: float) -> Placement:
         forecast = Forecast(
             start.queue_s,
             start.load_s,
@@ -322,5 +321,6 @@ class Predicted:
             start.fetch.seconds if start.fetch is not None else 0.0,
             start.step_s,
             start.said if start.fetch is None else 0,
+            self._speeds.passing_s,
         )
         return Placement(start.worker.worker_id, rest.worker.worker_id, forecast, cost, start.fetch)

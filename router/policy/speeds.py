@@ -43,6 +43,9 @@ FLOOR = 0.01
 SILENT_S, HALF_S = 15.0, 15.0
 """Who has told nothing for so long is thought better of; after HALF_S more the difference is half of what it was."""
 
+PASSING_S = 0.002
+"""What lies between worker and router in the best of cases, roughly."""
+
 RELAX_S = 1.0
 """How often that is looked at."""
 
@@ -258,6 +261,8 @@ class Speeds:
         self._fetch_trust = Trust()  # by path: the share of fetches that brought what was planned
         self.output = OutputLength()
         self.ttft_error = Accuracy()
+        self.passing_s = 0.0  # from the router to the worker's clock and back, and its loop
+        self._passed = 0
         self._relaxed_at = NOW
 
     def relax(self, now: float) -> None:
@@ -285,6 +290,12 @@ class Speeds:
         """ended: when it was over, on the clock of relax()."""
         features = (1.0, float(uncached), uncached * (cached + 0.5 * uncached), uncached * step_s)
         _learn(self._prefill, self._prefill_of, worker, features, seconds, ended - seconds, ended)
+
+    def learn_passing(self, seconds: float) -> None:
+        """What a first token took beyond all that its worker accounts for. One that was held up counts for little."""
+        seconds = min(max(seconds, 0.0), 3.0 * self.passing_s + PASSING_S)
+        self._passed += 1
+        self.passing_s += max(1.0 / (self._passed + 1), 0.05) * (seconds - self.passing_s)
 
     # --- decode -------------------------------------------------------------------------------------------------
 

@@ -111,7 +111,8 @@ class RequestView:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Predicted seconds, by part; what the operator is shown beside what was observed. step_s: of the decode steps that
-    the prompt's chunks share, 0 = none. said_tokens: what its worker was said to have of it, 0 = does not matter."""
+    the prompt's chunks share, 0 = none. said_tokens: what its worker was said to have of it, 0 = does not matter.
+    passing_s: what lies between the worker's seconds and this router's, whichever worker it is."""
 
     queue_s: float = 0.0
     load_s: float = 0.0
@@ -123,11 +124,12 @@ class Forecast:
     fetch_s: float = 0.0
     step_s: float = 0.0
     said_tokens: int = 0
+    passing_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
         """A prefix is fetched while the prompt waits."""
-        return max(self.queue_s, self.fetch_s) + self.load_s + self.prefill_s
+        return max(self.queue_s, self.fetch_s) + self.load_s + self.prefill_s + self.passing_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,6 +282,8 @@ class Planner:
         if times.prefill_s > 0:
             said_s = times.fetch_s + times.queue_s + times.prefill_s
             prefill_s = as_seen(times.prefill_s, said_s, took_s)
+            if prefill_s == times.prefill_s and took_s > 0:
+                self.speeds.learn_passing(took_s - said_s)
             self.speeds.learn_prefill(worker, tokens - cached, cached, prefill_s, forecast.step_s, now)
         if forecast.ttft_s > 0:
             self.speeds.ttft_error.learn(forecast.ttft_s, took_s)

@@ -267,3 +267,15 @@ def test_a_path_whose_fetches_failed_is_tried_again_after_a_while() -> None:
     for second in range(20, 160):
         speeds.relax(float(second))
     assert speeds.fetch_trust("p", "q") > 0.6
+
+
+def test_what_lies_between_worker_and_router_is_learned_and_one_that_was_held_up_moves_it_little() -> None:
+    speeds = Speeds()
+    for _ in range(60):
+        speeds.learn_passing(0.004)
+    assert speeds.passing_s == pytest.approx(0.004, rel=0.15)
+    speeds.learn_passing(5.0)
+    assert speeds.passing_s < 0.005
+    for _ in range(60):
+        speeds.learn_passing(-1.0)
+    assert 0.0 <= speeds.passing_s < 0.001
