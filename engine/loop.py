@@ -131,6 +131,7 @@ class Engine:
             news=self._poke,
             now=clock.monotonic,
             ways=ways,
+            wall=clock.wall,
             busy=lambda: self._stepping,
         )
         if self.model.record_bytes:

@@ -17,7 +17,7 @@ from engine.sequence import Phase, Sequence, usable_hit
 from engine.states import Match, State, StateCache, checkpoint_lengths, state_id
 from engine.tiers.index import Entry
 from engine.tiers.loads import Loaded
-from engine.tiers.states import HostState
+from engine.tiers.states import TierState
 from engine.tiers.tiers import Tiers
 from kvtransfer.types import PAGE_TOKENS, Below
 
@@ -43,7 +43,7 @@ class _Claim:
     fresh: int
     slots: int
     below: list[Entry]
-    lower: HostState | None = None
+    lower: TierState | None = None
     kept: bool = False
 
     @property
@@ -156,15 +156,17 @@ class Memory:
             self.tiers.sightings.state(state_id(state.key, state.tail), state.length, prompt)
 
     def staging(self, seq: Sequence, use_cache: bool) -> bool:
-        """Pages of this waiting sequence are on their way from the disk to the host."""
-        if self.tiers is None or self.tiers.disk is None or not use_cache or self.tiers.swapped(seq.id) is not None:
+        """What this waiting sequence can use is on its way from the disk to the host."""
+        tiers = self.tiers
+        if tiers is None or tiers.disk is None or not use_cache or tiers.swapped(seq.id) is not None:
             return False
-        keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))]
-        if self.states is not None and not seq.request.remote:
-            # Pages without a state above them are run again: only those below one on the host are worth it.
-            deepest = self.tiers.states.match(keys, seq.tokens, 0)
-            keys = keys[: deepest[0].length // PAGE_TOKENS] if deepest else []
-        return self.tiers.staging(seq.id, keys, len(self.cache.match(keys)))
+        if tiers.staging(seq.id) is None:
+            keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))]
+            match = self._match(seq)
+            # Pages without a state above them are run again: only those below one are worth it.
+            stateful = self.states is not None and not seq.request.remote
+            tiers.stage(seq.id, keys, len(match.pages), seq.tokens, match.resumed if stateful else None)
+        return bool(tiers.staging(seq.id))
 
     def loading(self, seq: Sequence) -> bool:
         """Its pages are on their way up: it owns all it needs, and cannot run before loaded()."""
@@ -208,7 +210,7 @@ class Memory:
         lower, kept = None, False
         if use_cache and self.tiers is not None:
             keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))]
-            below, lower = self.tiers.find_state(keys, seq.tokens, len(match.pages), match.resumed)
+            below, lower = self.tiers.hits.state(keys, seq.tokens, len(match.pages), match.resumed)
             match = Match(match.pages, None if lower else match.state, len(below), lower.length if lower else 0)
         hit = match.pages[: match.resumed // PAGE_TOKENS]
         below = below[: lower.length // PAGE_TOKENS - len(hit)] if lower else []
@@ -220,7 +222,7 @@ class Memory:
     def _below(self, seq: Sequence, held: int) -> list[Entry]:
         if self.tiers is None:
             return []
-        return self.tiers.find(seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))], held)
+        return self.tiers.hits.pages(seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))], held)
 
     def _match(self, seq: Sequence) -> Match:
         keys = seq.hasher.page_keys(seq.tokens)[: usable_hit(len(seq.tokens))]

@@ -141,10 +141,7 @@ class PagePool:
     def release_oldest(self, pages: Sequence[int]) -> None:
         """As release(); pages that become idle will be the first to be evicted, the first of them first."""
         self.release(pages)
-        with self.lock:
-            for page in reversed(pages):
-                if page in self._cached:
-                    self._cached.to_front(page)
+        self.used_least(pages)
 
     def hold(self, pages: Sequence[int]) -> PageHold:
         """A further count on each page, as a value."""
@@ -180,6 +177,13 @@ class PagePool:
             for page in pages:
                 if page in self._cached:
                     self._cached.to_back(page)
+
+    def used_least(self, pages: Sequence[int]) -> None:
+        """Idle ones of these are the first to be evicted of their rank, the first of them first."""
+        with self.lock:
+            for page in reversed(pages):
+                if page in self._cached:
+                    self._cached.to_front(page)
 
     def set_evictor(self, evict: Callable[[int], None]) -> None:
         """evict(oldest cached page) must unkeep at least one cached page. Called under the lock."""

@@ -30,7 +30,7 @@ from engine.sequence import usable_hit
 from engine.states import State
 from engine.tiers.index import Entry
 from engine.tiers.pool import Sums
-from engine.tiers.states import HostState
+from engine.tiers.states import TierState
 from kvtransfer.types import PAGE_TOKENS, Below, Destination, LegKey, Prefix, Wanted
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class _Here:
     pages: list[int]
     low: list[Entry]
     state: State | None = None
-    lower: HostState | None = None
+    lower: TierState | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -69,6 +69,19 @@ class Retained:
         known = self._kept.get(key)
         return known.rank if known is not None else 0
 
+    def kept(self, key: bytes) -> tuple[int, float, bytes] | None:
+        """(priority, end in monotonic seconds, session) of a key somebody has said something about."""
+        known = self._kept.get(key)
+        return (known.priority, known.expires, known.session) if known is not None else None
+
+    def restore(self, key: bytes, priority: int, expires: float, session: bytes) -> None:
+        """As an earlier process knew it. Parents come first; before any tier has the key."""
+        self._kept[key] = known = _Kept(priority, expires, session)
+        if session:
+            self._sessions.setdefault(session, {})[key] = None
+        if expires < math.inf:
+            self._queue(key, known)
+
     def until(self, hint: Retention) -> float:
         """When entries used now under this hint pass their time."""
         return self.now + hint.ttl_s if hint.ttl_s else math.inf

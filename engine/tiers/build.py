@@ -24,7 +24,8 @@ from runtime.config import Config
 from runtime.errors import InvalidRequest
 
 SLOT_SHARE = 2
-"""By default at most one byte in so many of the host pool is for states, cached ones and those of swapped requests."""
+"""By default at most one byte in so many of the host pool is for states, cached ones and those of swapped requests; of
+the disk as much."""
 
 SLOTS_PER_DEVICE_SLOT = 4
 """By default not more than so many states for each the device has room for: pages are what they stand on."""
@@ -55,6 +56,7 @@ def make_tiers(
     news: Callable[[], None],
     now: Callable[[], float],
     ways: Ways,
+    wall: Callable[[], float],
     busy: Callable[[], bool] = lambda: False,
 ) -> tuple[Tiers, HostPool] | None:
     """None when no host pool is configured.
@@ -87,15 +89,26 @@ def make_tiers(
     tiers = Tiers(options, sightings, pages, slots, cache, states, retained, mover, lane, now)
     if config.disk_pool_bytes:
         folder = Folder(Path(config.disk_pool_dir))
-        count = max(1, config.disk_pool_bytes // model.page_bytes)
-        disk = Disk(folder, layout_of(model, ways.layout), count, mover, ways.open_file)
-        tiers.add_disk(disk, ways.disk_lane or Thread("disk-tier", news), config.disk_queue_pages)
+        count, places = disk_items(config, model)
+        disk = Disk(folder, layout_of(model, ways.layout), count, mover, ways.open_file, places)
+        tiers.add_disk(disk, ways.disk_lane or Thread("disk-tier", news), config.disk_queue_pages, wall)
     return tiers, host
 
 
 def layout_of(model: ModelSpec, more: str) -> str:
-    """All that a page's bytes depend on and its key does not name."""
-    return f"{more} {[c for c in model.components if c.paged]!r}"
+    """All that the bytes of a page, or of a state, depend on and its key does not name."""
+    return f"{more} {list(model.components)!r}"
+
+
+def disk_items(config: Config, model: ModelSpec) -> tuple[int, int]:
+    """Pages and states that the disk has room for: half of it is for states, but not more of them than of pages."""
+    budget = config.disk_pool_bytes
+    states = 0
+    if model.has_state:
+        size = model.slot_bytes + model.page_bytes
+        states = min(budget // SLOT_SHARE // size, budget // (size + model.page_bytes))
+        budget -= states * size
+    return max(1, budget // model.page_bytes), states
 
 
 def host_items(config: Config, model: ModelSpec, device_slots: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""The disk tier's file and index, for the tier's own thread; and the folder that is one worker's.
+"""The disk tier's files and index, for the tier's own thread; and the folder that is one worker's.
 
-Pages lie in one file, slot i at i times the size of a page, all components one behind the other. What may be read is
-said by the journal. A file that has been cut, damaged or removed is a miss for the pages it lacks.
+Pages lie in one file, slot i at i times the size of a page, all components one behind the other; states in another, a
+state's partial page behind it. What may be read is said by the journal. A file that has been cut, damaged or removed is
+a miss for what it lacks.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.tiers.carriers import Pair
-from engine.tiers.journal import Journal, Put
+from engine.tiers.journal import Found, Hint, Journal, Put, StatePut
 from engine.tiers.pool import Mover, Sums
 from kvtransfer.files import BlockFile
-from kvtransfer.types import Region
+from kvtransfer.types import PAGE_TOKENS, Region
 from runtime import faults
 from runtime.errors import InvalidRequest
 
@@ -23,29 +25,67 @@ FOLDERS = 64
 OpenFile = Callable[[Path, int, Sequence[Region]], BlockFile]
 
 
-class Disk:
-    """count: pages. layout: see Journal. Raises OSError, TransferFailed."""
+@dataclass(frozen=True, slots=True)
+class HostItem:
+    """A state on the host: its slot, and its partial page (0 = none)."""
 
-    def __init__(self, folder: Folder, layout: str, count: int, mover: Mover, open_file: OpenFile) -> None:
+    slot: int
+    page: int
+
+
+class Disk:
+    """count, states: pages and states there is room for. layout: see Journal. Raises OSError, TransferFailed."""
+
+    def __init__(
+        self, folder: Folder, layout: str, count: int, mover: Mover, open_file: OpenFile, states: int = 0
+    ) -> None:
         self._folder = folder
         self._mover = mover
-        self._page_bytes = mover.item_bytes(True)
-        self.count = count
-        self._journal = Journal(folder.path / "index", layout, mover.units(True))
-        self.puts = _closed({k: p for k, p in self._journal.puts.items() if 0 < p.slot <= count})
+        self._page_bytes, self._slot_bytes = mover.item_bytes(True), mover.item_bytes(False)
+        self.count, self.states = count, states
+        self._journal = Journal(folder.path / "index", layout, mover.units(True), mover.units(False))
+        self.found = _usable(self._journal.found, count, states)
         self.torn = self._journal.torn
-        lost = [key for key in self._journal.puts if key not in self.puts]
+        before, after = self._journal.found, self.found
+        lost = [key for key in (*before.puts, *before.states) if key not in after.puts and key not in after.states]
         if lost:
             self._journal.append((), lost)
         self._file = open_file(folder.path / "pages", (count + 1) * self._page_bytes, mover.host)
+        self._state_file = (
+            open_file(folder.path / "states", (states + 1) * self.state_bytes, mover.host) if states else None
+        )
 
-    def write(self, pairs: Sequence[Pair], puts: Sequence[Put], drops: Iterable[bytes]) -> None:
+    @property
+    def state_bytes(self) -> int:
+        """Of a state's place in the file: its partial page has one, too."""
+        return self._slot_bytes + self._page_bytes
+
+    def write(
+        self,
+        pairs: Sequence[Pair],
+        puts: Sequence[Put],
+        drops: Iterable[bytes],
+        hints: Iterable[tuple[bytes, Hint]] = (),
+    ) -> None:
         """pairs: (file slot, host page). Dropped keys are forgotten first, the pages are published last."""
         self._journal.append((), drops)
         faults.strike("disk.write")
         self._file.write(self._ranges(pairs))
         faults.strike("disk.publish")
-        self._journal.append(puts)
+        self._journal.append(puts, hints=hints)
+
+    def write_state(self, source: HostItem, put: StatePut, drops: Iterable[bytes]) -> None:
+        """As write()."""
+        assert self._state_file is not None
+        self._journal.append((), drops)
+        faults.strike("disk.write")
+        self._state_file.write(self._state_ranges(put.slot, source))
+        faults.strike("disk.publish")
+        self._journal.append(states=[put])
+
+    def note(self, drops: Iterable[bytes], hints: Iterable[tuple[bytes, Hint]]) -> None:
+        """What has left, and how long what is here is worth keeping."""
+        self._journal.append((), drops, hints=hints)
 
     def read(self, pairs: Sequence[Pair], sums: Sequence[Sums]) -> int:
         """How many leading pages are on the host now and are what was written. pairs: (file slot, host page)."""
@@ -54,29 +94,58 @@ class Disk:
         found = self._mover.sums(True, [host for _, host in pairs])
         return next((i for i, (a, b) in enumerate(zip(found, sums, strict=True)) if a != b), len(pairs))
 
+    def read_state(self, slot: int, target: HostItem, slot_sums: Sums, page_sums: Sums) -> bool:
+        """Whether all of it is on the host now and is what was written."""
+        assert self._state_file is not None
+        faults.strike("disk.read")
+        self._state_file.read(self._state_ranges(slot, target))
+        whole = self._mover.sums(False, [target.slot]) == [slot_sums]
+        return whole and (not target.page or self._mover.sums(True, [target.page]) == [page_sums])
+
     def close(self) -> None:
         self._file.close()
+        if self._state_file is not None:
+            self._state_file.close()
         self._journal.close()
         self._folder.close()
 
     def _ranges(self, pairs: Sequence[Pair]) -> list[tuple[int, int, int]]:
         table = []
         for slot, host in pairs:
-            offset = slot * self._page_bytes
-            for address, size in self._mover.host_ranges(host):
-                table.append((address, size, offset))
-                offset += size
+            table += _laid_out(self._mover.host_ranges(True, host), slot * self._page_bytes)
         return table
 
+    def _state_ranges(self, slot: int, item: HostItem) -> list[tuple[int, int, int]]:
+        partial = self._mover.host_ranges(True, item.page) if item.page else []
+        return _laid_out([*self._mover.host_ranges(False, item.slot), *partial], slot * self.state_bytes)
 
-def _closed(puts: dict[bytes, Put]) -> dict[bytes, Put]:
-    """Those whose parents are here up to the first page, each slot once: nothing else could ever be found."""
-    kept: dict[bytes, Put] = {}
-    slots: set[int] = set()
-    for put in sorted(puts.values(), key=lambda p: p.depth):
-        if (put.parent is None or put.parent in kept) and put.slot not in slots:
-            kept[put.key] = put
+
+def _laid_out(parts: Sequence[tuple[int, int]], offset: int) -> list[tuple[int, int, int]]:
+    """One behind the other: (address, bytes, offset in the file)."""
+    table = []
+    for address, size in parts:
+        table.append((address, size, offset))
+        offset += size
+    return table
+
+
+def _usable(found: Found, count: int, states: int) -> Found:
+    """Pages whose parents are here up to the first one, and states whose pages are; each slot once. Nothing else could
+    ever be found."""
+    kept, slots = Found(), set[int]()
+    for put in sorted(found.puts.values(), key=lambda p: p.depth):
+        known = put.parent is None or put.parent in kept.puts
+        if known and 0 < put.slot <= count and put.slot not in slots:
+            kept.puts[put.key] = put
             slots.add(put.slot)
+    slots = set()
+    for state in found.states.values():
+        under = kept.puts.get(state.key)
+        fits = under is not None and (under.depth + 1) * PAGE_TOKENS + len(state.tail) == state.length
+        if fits and 0 < state.slot <= states and state.slot not in slots:
+            kept.states[state.name] = state
+            slots.add(state.slot)
+    kept.hints = {key: found.hints[key] for key in kept.puts if key in found.hints}
     return kept
 
 

@@ -70,6 +70,9 @@ class TierIndex:
         with self.pool.lock:
             return list(self._entries)
 
+    def get(self, key: bytes) -> Entry | None:
+        return self._entries.get(key)
+
     def match(self, keys: Sequence[bytes], first: int) -> list[Entry]:
         """Entries of keys[first:] up to the first that is not here. Takes no count."""
         found: list[Entry] = []
@@ -118,6 +121,28 @@ class TierIndex:
         """The idle entries that would be evicted first, of at most `count` pages looked at."""
         found = map(self._by_page.get, self.pool.oldest(count))
         return [entry for entry in found if entry is not None]
+
+    def serving(self, key: bytes, used: Callable[[bytes], bool]) -> list[bytes]:
+        """`key`, what hangs on it and what it hangs on, as far as nothing else does, the deepest first; nothing where
+        a key at or behind it is `used`."""
+        behind = [key]
+        for known in behind:
+            behind.extend(self._children.get(known, ()))
+        if any(used(known) for known in behind):
+            return []
+        before = []
+        entry = self._entries.get(key)
+        while entry is not None and entry.parent is not None:
+            above = entry.parent
+            if used(above) or len(self._children.get(above, ())) > 1:
+                break
+            before.append(above)
+            entry = self._entries.get(above)
+        return [known for known in (*reversed(behind), *before) if known in self._entries]
+
+    def leave_first(self, keys: Sequence[bytes]) -> None:
+        """Those of them that are idle are evicted next, in this order."""
+        self.pool.used_least([self._entries[key].page for key in keys])
 
     def check(self) -> None:
         """Raises AssertionError."""

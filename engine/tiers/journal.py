@@ -1,9 +1,10 @@
 """The index of a disk tier: an append-only file of checksummed records, and what is intact of it after a crash.
 
-A record says that a file slot holds the page of a key (put), or does so no more (drop). A put is appended after its
-page was written, a drop before its slot is written again. So whatever moment a process is killed at, every put that can
-be read stands for a page that was whole; and the page's own checksum is compared when it is read, in case the machine
-and not the process went down. Reading stops at the first record that is torn; what is behind it never counted.
+A record says that a file slot holds the page of a key, or a state, (put), or does so no more (drop), or how long a
+key is worth keeping (hint). A put is appended after its bytes were written, a drop before its slot is written again. So
+whatever moment a process is killed at, every put that can be read stands for bytes that were whole; and their own
+checksums are compared when they are read, in case the machine and not the process went down. Reading stops at the
+first record that is torn; what is behind it never counted.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.tiers.pool import Sums
+from kvtransfer.types import PAGE_TOKENS
 
-_MAGIC = b"pdserve-disk-1\0\0"
-_RECORD = struct.Struct("<B32sB32sQI")  # kind, key, has parent, parent, slot, depth; then sums, then CRC-32
+_MAGIC = b"pdserve-disk-2\0\0"
+_PUT, _DROP, _STATE, _HINT = 1, 2, 3, 4
+_HEAD = struct.Struct("<B32s")  # kind, key (of a state: its name); then one of these, then CRC-32
+_PAGE = struct.Struct("<B32sQI")  # has parent, parent, slot, depth; then sums
+_TAIL = PAGE_TOKENS - 1
+_ON = struct.Struct(f"<32sQQdBB{_TAIL}I")  # page key, slot, length, saving, has partial page, tail's length, tail
+_KEPT = struct.Struct("<hdH")  # priority, end, session's length; then session
 _CRC = struct.Struct("<I")
-_PUT, _DROP = 1, 2
 REWRITE_BYTES = 1 << 20
 """A log this long, and twice as long as when it was last written anew, is written anew."""
 
@@ -36,23 +42,69 @@ class Put:
     sums: Sums
 
 
-class Journal:
-    """layout: names everything the pages' bytes depend on; a file of another layout is begun anew. units: checksums
-    per page. One thread at a time. Raises OSError."""
+@dataclass(frozen=True, slots=True)
+class StatePut:
+    """As engine.tiers.states.TierState. slot: of the file for states. page_sums: of the partial page, if any."""
 
-    def __init__(self, path: Path, layout: str, units: int) -> None:
+    name: bytes
+    key: bytes
+    length: int
+    tail: tuple[int, ...]
+    slot: int
+    saving: float
+    slot_sums: Sums
+    page_sums: Sums
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """See engine.retention. ends: wall clock, in seconds; infinite = never."""
+
+    priority: int
+    ends: float
+    session: bytes
+
+
+@dataclass(slots=True)
+class Found:
+    """What an index says. Later records come later in each."""
+
+    puts: dict[bytes, Put] = field(default_factory=dict)
+    states: dict[bytes, StatePut] = field(default_factory=dict)
+    hints: dict[bytes, Hint] = field(default_factory=dict)
+
+    def forget(self, key: bytes) -> None:
+        for known in (self.puts, self.states, self.hints):
+            known.pop(key, None)
+
+
+class Journal:
+    """layout: names everything the bytes depend on; a file of another layout is begun anew. units, state_units:
+    checksums per page, per slot. One thread at a time. Raises OSError."""
+
+    def __init__(self, path: Path, layout: str, units: int, state_units: int = 0) -> None:
         self._path = path
         self._header = _MAGIC + hashlib.sha256(layout.encode()).digest()
         self._sums = struct.Struct(f"<{units}Q")
-        self._size = _RECORD.size + self._sums.size + _CRC.size
+        self._slot_sums = struct.Struct(f"<{state_units}Q")
         self.torn = 0  # bytes behind the last whole record, when it was opened
-        self.puts = self._read()
-        self._fd = self._rewrite(self.puts)
+        self.found = self._read()
+        self._fd = self._rewrite(self.found)
         self._long = self._limit()
 
-    def append(self, puts: Sequence[Put], drops: Iterable[bytes] = ()) -> None:
+    @property
+    def puts(self) -> dict[bytes, Put]:
+        return self.found.puts
+
+    def append(
+        self,
+        puts: Sequence[Put] = (),
+        drops: Iterable[bytes] = (),
+        states: Sequence[StatePut] = (),
+        hints: Iterable[tuple[bytes, Hint]] = (),
+    ) -> None:
         """Drops first. The whole of it is in the file when this returns, or none of it counts."""
-        data = b"".join([*map(self._drop_record, drops), *map(self._put_record, puts)])
+        data = b"".join([*map(self._drop_record, drops), *self._records(puts, states, hints)])
         end = os.fstat(self._fd).st_size
         try:
             if os.write(self._fd, data) < len(data):
@@ -81,47 +133,99 @@ class Journal:
     def _limit(self) -> int:
         return max(REWRITE_BYTES, 2 * os.fstat(self._fd).st_size)
 
-    def _put_record(self, put: Put) -> bytes:
-        parent = put.parent or bytes(32)
-        head = _RECORD.pack(_PUT, put.key, put.parent is not None, parent, put.slot, put.depth)
-        return self._sealed(head + self._sums.pack(*put.sums))
+    def _records(
+        self, puts: Iterable[Put], states: Iterable[StatePut], hints: Iterable[tuple[bytes, Hint]]
+    ) -> list[bytes]:
+        return [*map(self._put_record, puts), *map(self._state_record, states), *map(self._hint_record, hints)]
 
-    def _drop_record(self, key: bytes) -> bytes:
-        return self._sealed(_RECORD.pack(_DROP, key, 0, bytes(32), 0, 0) + bytes(self._sums.size))
+    def _put_record(self, put: Put) -> bytes:
+        body = _PAGE.pack(put.parent is not None, put.parent or bytes(32), put.slot, put.depth)
+        return _sealed(_PUT, put.key, body + self._sums.pack(*put.sums))
+
+    def _state_record(self, put: StatePut) -> bytes:
+        tail = (*put.tail, *(0 for _ in range(_TAIL - len(put.tail))))
+        body = _ON.pack(put.key, put.slot, put.length, put.saving, bool(put.page_sums), len(put.tail), *tail)
+        page_sums = put.page_sums or (0,) * (self._sums.size // 8)
+        return _sealed(_STATE, put.name, body + self._slot_sums.pack(*put.slot_sums) + self._sums.pack(*page_sums))
 
     @staticmethod
-    def _sealed(body: bytes) -> bytes:
-        return body + _CRC.pack(zlib.crc32(body))
+    def _hint_record(one: tuple[bytes, Hint]) -> bytes:
+        key, hint = one
+        return _sealed(_HINT, key, _KEPT.pack(hint.priority, hint.ends, len(hint.session)) + hint.session)
 
-    def _read(self) -> dict[bytes, Put]:
+    @staticmethod
+    def _drop_record(key: bytes) -> bytes:
+        return _sealed(_DROP, key, b"")
+
+    def _read(self) -> Found:
+        found = Found()
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
-            return {}
+            return found
         if data[: len(self._header)] != self._header:
-            return {}
-        found: dict[bytes, Put] = {}
+            return found
         at = len(self._header)
-        while at + self._size <= len(data) and self._take(data[at : at + self._size], found):
-            at += self._size
+        while size := self._whole(data, at):
+            self._take(data[at : at + size - _CRC.size], found)
+            at += size
         self.torn = len(data) - at
+        found.hints = {key: hint for key, hint in found.hints.items() if key in found.puts}
         return found
 
-    def _take(self, record: bytes, found: dict[bytes, Put]) -> bool:
-        body = record[: -_CRC.size]
-        if zlib.crc32(body) != _CRC.unpack(record[-_CRC.size :])[0]:
-            return False
-        kind, key, has_parent, parent, slot, depth = _RECORD.unpack_from(body)
-        found.pop(key, None)
-        if kind == _PUT:
-            sums = self._sums.unpack_from(body, _RECORD.size)
-            found[key] = Put(key, parent if has_parent else None, slot, depth, sums)
-        return True
+    def _whole(self, data: bytes, at: int) -> int:
+        """Bytes of the record that begins there; 0 = there is no whole one."""
+        size = _HEAD.size + _CRC.size
+        if at + size > len(data):
+            return 0
+        kind = data[at]
+        if kind == _HINT:
+            head = at + _HEAD.size
+            if head + _KEPT.size > len(data):
+                return 0
+            size += _KEPT.size + _KEPT.unpack_from(data, head)[2]
+        else:
+            page = self._sums.size
+            bodies = {_PUT: _PAGE.size + page, _DROP: 0, _STATE: _ON.size + self._slot_sums.size + page}
+            if kind not in bodies:
+                return 0
+            size += bodies[kind]
+        end = at + size
+        if end > len(data):
+            return 0
+        return size if zlib.crc32(data[at : end - _CRC.size]) == _CRC.unpack_from(data, end - _CRC.size)[0] else 0
 
-    def _rewrite(self, puts: dict[bytes, Put]) -> int:
+    def _take(self, record: bytes, found: Found) -> None:
+        kind, key = _HEAD.unpack_from(record)
+        body = record[_HEAD.size :]
+        if kind == _HINT:
+            priority, ends, length = _KEPT.unpack_from(body)
+            found.hints[key] = Hint(priority, ends, body[_KEPT.size : _KEPT.size + length])
+            return
+        found.forget(key)
+        if kind == _PUT:
+            has_parent, parent, slot, depth = _PAGE.unpack_from(body)
+            sums = self._sums.unpack_from(body, _PAGE.size)
+            found.puts[key] = Put(key, parent if has_parent else None, slot, depth, sums)
+        elif kind == _STATE:
+            found.states[key] = self._state(key, body)
+
+    def _state(self, name: bytes, body: bytes) -> StatePut:
+        key, slot, length, saving, partial, count, *tail = _ON.unpack_from(body)
+        slot_sums = self._slot_sums.unpack_from(body, _ON.size)
+        page_sums = self._sums.unpack_from(body, _ON.size + self._slot_sums.size) if partial else ()
+        return StatePut(name, key, length, tuple(tail[:count]), slot, saving, slot_sums, page_sums)
+
+    def _rewrite(self, found: Found) -> int:
         """Write what counts to a new file and put it in the old one's place: the same moment for all of it."""
         fresh = self._path.with_suffix(".new")
         with fresh.open("wb") as file:
-            file.write(self._header + b"".join(map(self._put_record, puts.values())))
+            records = self._records(found.puts.values(), found.states.values(), found.hints.items())
+            file.write(self._header + b"".join(records))
         fresh.replace(self._path)
         return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+
+
+def _sealed(kind: int, key: bytes, more: bytes) -> bytes:
+    body = _HEAD.pack(kind, key) + more
+    return body + _CRC.pack(zlib.crc32(body))

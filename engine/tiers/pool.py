@@ -85,9 +85,9 @@ class Mover:
         """Checksums of one item."""
         return sum(h.units for _, _, h in self._parts(paged))
 
-    def host_ranges(self, page: int) -> list[tuple[int, int]]:
-        """(address, bytes) of one host page, component by component."""
-        return [(h.base + page * h.stride, h.stride) for _, _, h in self._parts(True)]
+    def host_ranges(self, paged: bool, item: int) -> list[tuple[int, int]]:
+        """(address, bytes) of one host page or slot, component by component."""
+        return [(h.base + item * h.stride, h.stride) for _, _, h in self._parts(paged)]
 
     def save(self, paged: bool, pairs: Sequence[Pair], *, in_no_hurry: bool = False) -> list[Sums]:
         """Device to host. The checksums of the host items, taken while the bytes are in the processor's cache."""

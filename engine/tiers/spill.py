@@ -1,81 +1,107 @@
-"""The disk tier's books: what goes on from the host to the disk, and comes back to the host for who waits for it.
+"""What goes on from the host to the disk: every page and state that comes to the host. Engine thread only; the writes
+run on the disk's lane.
 
-Engine thread only; reads and writes run on a lane of their own. A request is never admitted because of what is on disk:
-it is staged first (disk to host, while it waits and owns nothing), and requests behind it do not wait for that.
+No more than a bounded part is on its way at a time. What comes beyond that waits on the host, as long as the host keeps
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.prefix_cache import PrefixCache
-from engine.tiers.cost import Costs
-from engine.tiers.disk import Disk
+from engine.pages import PageHold
+from engine.tiers.disk import Disk, HostItem
+from engine.tiers.disk_states import DiskStates
+from engine.tiers.hints import Hints
 from engine.tiers.index import Entry, TierIndex
-from engine.tiers.journal import Put
-from engine.tiers.policy import Order
+from engine.tiers.journal import Put, StatePut
+from engine.tiers.states import HostStates, TierState
 from engine.tiers.stats import Counts
-from engine.tiers.work import Job, Lane, Urgency
-from kvtransfer.types import PAGE_TOKENS
 
-STAGED_SHARE = 2
-"""Of the host pool at most one page in so many for what one request is staged."""
+Submit = Callable[[Callable[[], None], Callable[[None, Exception | None, float], None]], None]
+"""(what to run on the disk's thread, what to do with its result, error and seconds)"""
 
 
-class DiskTier:
-    """queue_pages: on their way to the disk at most; what comes beyond that is not spilled. gone: told keys that have
-    left the disk (tail first). rank: see engine.retention."""
+class Spill:
+    """queue_pages: on their way at most, and as many bytes of states. published: told a page that is on disk now. has:
+    whether a page is in any tier. moved: told bytes and seconds."""
 
     def __init__(
         self,
         disk: Disk,
+        index: TierIndex,
+        states: DiskStates,
         host: TierIndex,
-        cache: PrefixCache,
-        lane: Lane,
-        costs: Costs,
+        host_states: HostStates,
+        hints: Hints,
         counts: Counts,
         page_bytes: int,
         queue_pages: int,
-        order: Order,
-        gone: Callable[[Sequence[bytes]], None],
-        rank: Callable[[bytes], int],
+        submit: Submit,
+        has: Callable[[bytes], bool],
+        published: Callable[[bytes], None],
+        moved: Callable[[int, float], None],
     ) -> None:
-        self.index = TierIndex(disk.count + 1, order, self._left, host.pool.lock, rank)
-        self.lane = lane
-        self.jobs = 0
-        self._disk, self._host, self._cache = disk, host, cache
-        self._costs, self._counts = costs, counts
+        self._disk, self._index, self._states = disk, index, states
+        self._host, self._host_states = host, host_states
+        self._hints, self._counts = hints, counts
         self._page_bytes, self._queue_pages = page_bytes, queue_pages
-        self._gone = gone
-        self._spilling: set[bytes] = set()
+        self._queue_states = max(1, queue_pages * page_bytes // disk.state_bytes)
+        self._submit, self._has, self._published, self._moved = submit, has, published, moved
+        self._writing: set[bytes] = set()
+        self._writing_states: set[bytes] = set()
+        self._later: dict[bytes, None] = {}
+        self._states_later: dict[bytes, TierState] = {}
         self._drops: list[bytes] = []
-        self._staging: dict[int, bool] = {}  # sequences that were asked about; True while pages come for them
-        self._restore(disk.puts)
 
-    def _restore(self, puts: dict[bytes, Put]) -> None:
-        """What an earlier process of this worker has left."""
-        slots = self.index.pool.allocate(self._disk.count)
-        assert slots is not None
-        for put in puts.values():
-            self.index.add(Entry(put.key, put.slot, put.parent, put.depth, put.sums))
-        self.index.pool.release(slots)
+    def left(self, names: Sequence[bytes]) -> None:
+        """These keys or states are on disk no more: said there before their place is written again."""
+        self._drops += names
 
-    # --- down -----------------------------------------------------------------------------------------------------
+    def pages(self, entries: Sequence[Entry]) -> None:
+        """Pages that have come to the host, parents first."""
+        self._later.update((entry.key, None) for entry in entries if not self._known(entry.key))
+        self._more_pages()
 
-    def spill(self, entries: Sequence[Entry]) -> None:
-        """Copy pages that have come to the host on to the disk, as far as the queue takes them."""
+    def state(self, state: TierState) -> None:
+        """One that has come to the host."""
+        if self._disk.states and not self._known_state(state):
+            self._states_later[state.name] = state
+            self._more_states()
+
+    def note(self, *, now: bool = False) -> None:
+        """Write down hints that have waited long enough, or all that is to be written down."""
+        if self._hints.pressing or (now and (self._drops or self._hints.waiting)):
+            drops, self._drops = self._drops, []
+            hints = self._hints.take()
+
+            def done(_: None, error: Exception | None, seconds: float) -> None:
+                if error is not None:
+                    self._failed(drops, hints)
+
+            self._submit(lambda: self._disk.note(drops, hints), done)
+
+    # --- pages ----------------------------------------------------------------------------------------------------
+
+    def _known(self, key: bytes) -> bool:
+        return key in self._index or key in self._writing
+
+    def _more_pages(self) -> None:
         batch: list[Entry] = []
         slots: list[int] = []
-        for entry in entries:
-            if entry.key in self.index or entry.key in self._spilling:
-                continue
-            slot = self.index.pool.allocate(1) if len(self._spilling) < self._queue_pages else None
-            if slot is None:
-                self._counts.dropped += 1
+        while self._later and len(self._writing) < self._queue_pages:
+            key = next(iter(self._later))
+            del self._later[key]
+            entry = self._host.get(key)
+            slot = self._index.pool.allocate(1) if entry is not None and not self._known(key) else None
+            if entry is None or slot is None:
+                self._counts.dropped += not self._known(key)
                 continue
             batch.append(entry)
             slots += slot
-            self._spilling.add(entry.key)
+            self._writing.add(key)
+        while len(self._later) > self._host.pool.total:  # all that is beyond has left the host
+            del self._later[next(iter(self._later))]
         if batch:
             self._write(batch, slots)
 
@@ -85,106 +111,86 @@ class DiskTier:
         puts = [Put(e.key, e.parent, s, e.depth, e.sums) for e, s in zip(batch, slots, strict=True)]
         pairs = list(zip(slots, hosts, strict=True))
         drops, self._drops = self._drops, []
+        hints = self._hints.take(put.key for put in puts)
 
         def done(_: None, error: Exception | None, seconds: float) -> None:
-            self._spilling.difference_update(put.key for put in puts)
+            self._writing.difference_update(put.key for put in puts)
             self._host.pool.release(hosts)
             if error is None:
-                self._moved("down", len(puts), seconds)
+                self._moved(len(puts) * self._page_bytes, seconds)
                 for put in puts:
-                    self._published(put)
+                    self._publish(put)
             else:
-                self._counts.failed += 1
-                self._drops += drops  # dropped twice does no harm, not at all would
-            self.index.pool.release(slots)
+                self._failed(drops, hints)
+            self._index.pool.release(slots)
+            self._more_pages()
 
-        self._submit(Urgency.STORE, lambda: self._disk.write(pairs, puts, drops), done)
+        self._submit(lambda: self._disk.write(pairs, puts, drops, hints), done)
 
-    def _published(self, put: Put) -> None:
-        parent = put.parent
-        known = parent is None or parent in self._cache or parent in self._host or parent in self.index
-        if not known:
+    def _publish(self, put: Put) -> None:
+        """Unless its parent is nowhere any more."""
+        if put.parent is not None and not self._has(put.parent):
             self._drops.append(put.key)
             return
-        self.index.add(Entry(put.key, put.slot, parent, put.depth, put.sums))
+        self._index.add(Entry(put.key, put.slot, put.parent, put.depth, put.sums))
         self._counts.spilled += 1
-        if put.key not in self._cache and put.key not in self._host:
-            self._cache.record_lower([put.key], "disk")
+        self._published(put.key)
 
-    def _left(self, keys: Sequence[bytes]) -> None:
-        self._drops += keys
-        self._gone(keys)
+    # --- states ---------------------------------------------------------------------------------------------------
 
-    # --- up -------------------------------------------------------------------------------------------------------
+    def _known_state(self, state: TierState) -> bool:
+        return state.name in self._writing_states or self._states.has(state.key, state.tail)
 
-    def stage(self, seq: int, keys: Sequence[bytes], held: int) -> bool:
-        """Whether pages of `keys` past the first `held` (which are above) are on their way to the host for this
-        sequence. Decided once per sequence."""
-        known = self._staging.get(seq)
-        if known is not None:
-            return known
-        entries = self.index.match(keys, held)[: self._host.pool.total // STAGED_SHARE]
-        nbytes, tokens = len(entries) * self._page_bytes, len(entries) * PAGE_TOKENS
-        copy_s = self._costs.copy_s("host", "up", nbytes) or 0.0
-        targets = None
-        if entries and self._costs.fetch_pays("disk", nbytes, tokens, copy_s):
-            targets = self._host.pool.allocate(len(entries))
-        self._staging[seq] = targets is not None
-        if targets is not None:
-            self._read(seq, entries, targets)
-        return self._staging[seq]
+    def _more_states(self) -> None:
+        while self._states_later and len(self._writing_states) < self._queue_states:
+            name = next(iter(self._states_later))
+            asked = self._states_later.pop(name)
+            if self._known_state(asked):
+                continue
+            state = self._host_states.get(asked.key, asked.tail)
+            slots = self._states.slots.allocate(1) if state is not None else None
+            if state is None or slots is None:
+                self._counts.dropped += 1
+                continue
+            self._writing_states.add(name)
+            self._write_state(state, slots[0])
+        while len(self._states_later) > self._host_states.slots.total:
+            del self._states_later[next(iter(self._states_later))]
 
-    def _read(self, seq: int, entries: list[Entry], targets: list[int]) -> None:
-        slots = [entry.page for entry in entries]
-        self.index.pool.share(slots)
-        pairs = list(zip(slots, targets, strict=True))
-        sums = [entry.sums for entry in entries]
+    def _write_state(self, state: TierState, slot: int) -> None:
+        hold: PageHold = self._host_states.held(state)
+        sums = state.slot_sums, state.page_sums
+        put = StatePut(state.name, state.key, state.length, state.tail, slot, state.saving, *sums)
+        source = HostItem(state.slot, state.page)
+        drops, self._drops = self._drops, []
 
-        def done(good: int | None, error: Exception | None, seconds: float) -> None:
-            count = good or 0
-            self._moved("up", count, seconds)
-            for entry, target in zip(entries[:count], targets, strict=False):
-                self._host.add(Entry(entry.key, target, entry.parent, entry.depth, entry.sums))
-            self.index.pool.release(slots)
-            self._host.pool.release(targets)
-            self._counts.disk_pages += count
-            if count < len(entries):
-                self._counts.failed += error is not None
-                self._counts.corrupt += error is None
-                self.index.drop(entries[count].key)
-            if seq in self._staging:
-                self._staging[seq] = False
+        def done(_: None, error: Exception | None, seconds: float) -> None:
+            self._writing_states.discard(put.name)
+            hold.release()
+            if error is not None:
+                self._failed(drops, ())
+            else:
+                self._moved(self._disk.state_bytes, seconds)
+                self._publish_state(put)
+            self._states.slots.release([slot])
+            self._more_states()
 
-        self._submit(Urgency.LOAD, lambda: self._disk.read(pairs, sums), done)
+        self._submit(lambda: self._disk.write_state(source, put, drops), done)
 
-    def forget(self, seq: int) -> None:
-        self._staging.pop(seq, None)
+    def _publish_state(self, put: StatePut) -> None:
+        """Unless its pages have gone meanwhile."""
+        made = TierState(put.key, put.length, put.tail, put.slot, 0, put.slot_sums, put.page_sums, put.saving)
+        if not self._has(put.key) or not self._states.add(made):
+            self._drops.append(put.name)
+            return
+        self._counts.spilled_states += 1
 
-    # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _submit(
-        self, urgency: Urgency, run: Callable[[], object], done: Callable[[None, Exception | None, float], None]
-    ) -> None:
-        self.jobs += 1
-        self.lane.submit(Job(urgency, run, done))
-
-    def _moved(self, direction: str, pages: int, seconds: float) -> None:
-        self._costs.copied("disk", direction, pages * self._page_bytes, seconds)
-        self._counts.moved("disk", direction, pages * self._page_bytes, seconds)
-
-    def poll(self) -> None:
-        for job in self.lane.take():
-            self.jobs -= 1
-            job.done(job.result, job.error, job.seconds)
-
-    def close(self) -> None:
-        self.lane.close()
-        self.poll()
-        self._disk.close()
+    def _failed(self, drops: list[bytes], hints: Sequence[tuple[bytes, object]]) -> None:
+        self._counts.failed += 1
+        self._drops += drops  # dropped twice does no harm, not at all would
+        self._hints.failed(key for key, _ in hints)
 
     def check_empty(self) -> None:
         """Raises AssertionError."""
-        self.index.check()
-        assert not self._spilling, "spills are left"
-        assert not self._staging, "staged sequences are left"
-        assert self.index.pool.referenced == 0, "disk pages are still held"
+        assert not self._writing, "spills are left"
+        assert not self._writing_states, "spills of states are left"

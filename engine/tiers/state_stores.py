@@ -13,7 +13,7 @@ from engine.plan import Copy
 from engine.states import State, StateCache, state_id
 from engine.tiers.policy import Sightings
 from engine.tiers.pool import Mover, Sums
-from engine.tiers.states import HostState, HostStates
+from engine.tiers.states import HostStates, TierState
 from engine.tiers.stats import Counts
 
 LOOK_AHEAD = 8
@@ -39,7 +39,7 @@ class StateStores:
         counts: Counts,
         queue: int,
         submit: Submit,
-        published: Callable[[HostState, float], None],
+        published: Callable[[TierState, float], None],
     ) -> None:
         self._pages, self._slots = device
         self._states, self._host, self._host_pages = states, host, host_pages
@@ -77,6 +77,10 @@ class StateStores:
 
     def made_room(self) -> None:
         self._tried.clear()
+
+    def wants(self, state: State) -> bool:
+        """Whether it is worth room below."""
+        return self._sightings.wanted(state_id(state.key, state.tail))
 
     def forget(self, state: State) -> None:
         """It has left the device."""
@@ -141,7 +145,7 @@ class StateStores:
                 self._refused.clear()
                 page = pages[0] if pages else 0
                 (slot_sums,), page_sums = sums[0], sums[1][0] if page else ()
-                made = HostState(state.key, state.length, state.tail, slots[0], page, slot_sums, page_sums, saving)
+                made = TierState(state.key, state.length, state.tail, slots[0], page, slot_sums, page_sums, saving)
                 self._published(made, seconds)
             else:
                 self._counts.failed += 1

@@ -17,7 +17,8 @@ class Moved:
 class Counts:
     """Of one engine since its start. Pages: stored (gone down), hit_pages (come up for a prefix hit), lost (dropped
     from the device with no copy below), spilled (gone on to disk), disk_pages (come up to the host from disk).
-    States: stored_states, hit_states (come up for a hit that could not be had from the device).
+    States: stored_states, hit_states (come up for a hit that could not be had from the device), spilled_states and
+    disk_states (as those of pages), lost_states (wanted below, and gone from the device with no copy there).
     dropped: stores, swaps and spills without room; declined: fetches and swaps that would have taken longer than
     computing; corrupt: loads whose checksum did not agree; failed: copies that failed.
     """
@@ -33,6 +34,9 @@ class Counts:
     disk_pages: int = 0
     stored_states: int = 0
     hit_states: int = 0
+    spilled_states: int = 0
+    disk_states: int = 0
+    lost_states: int = 0
     swapped_out: int = 0
     swapped_in: int = 0
     moves: dict[tuple[str, str], Moved] = field(default_factory=dict)
@@ -46,7 +50,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier as a worker reports it; the fields of common.TierLoad. states: slots of the host, those with a name."""
+    """One tier as a worker reports it; the fields of common.TierLoad. states: slots of the tier, those with a name."""
 
     tier: str
     pages_total: int
@@ -63,10 +67,11 @@ class TierReport:
     states_total: int = 0
     states_published: int = 0
     hit_states: int = 0
+    lost_states: int = 0
 
     @classmethod
-    def of(cls, tier: str, pool: PagePool, published: int, counts: Counts) -> TierReport:
-        """published: pages with a name."""
+    def of(cls, tier: str, pool: PagePool, published: int, counts: Counts, slots: PagePool, states: int) -> TierReport:
+        """published: pages with a name; states: those with one, in `slots`."""
         down = counts.moves.get((tier, "down"), Moved())
         up = counts.moves.get((tier, "up"), Moved())
         host = tier == "host"
@@ -83,5 +88,8 @@ class TierReport:
             swapped_out=counts.swapped_out if host else 0,
             swapped_in=counts.swapped_in if host else 0,
             faults=counts.failed + counts.corrupt,
-            hit_states=counts.hit_states if host else 0,
+            states_total=slots.total,
+            states_published=states,
+            hit_states=counts.hit_states if host else counts.disk_states,
+            lost_states=counts.lost_states if host else 0,
         )

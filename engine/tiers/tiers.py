@@ -16,7 +16,6 @@ A failed copy is a miss: what was not loaded is computed. With no room, or too m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 from engine.pages import PageHold, PagePool, SlotPool, hold_both
@@ -25,18 +24,19 @@ from engine.retention import Retained
 from engine.states import State, StateCache
 from engine.tiers.cost import Costs
 from engine.tiers.disk import Disk
+from engine.tiers.disk_tier import DiskTier, Upper
+from engine.tiers.hits import Hits
 from engine.tiers.index import Entry, TierIndex
 from engine.tiers.loads import Loaded, Loading, Loads
 from engine.tiers.policy import Options, Sightings
 from engine.tiers.pool import Mover
-from engine.tiers.spill import DiskTier
+from engine.tiers.presence import Presence
 from engine.tiers.state_stores import StateStores
-from engine.tiers.states import HostState, HostStates
+from engine.tiers.states import HostStates, TierState
 from engine.tiers.stats import Counts, TierReport
 from engine.tiers.stores import Stores
 from engine.tiers.swaps import Swapped, Swaps
 from engine.tiers.work import Job, Lane, Urgency
-from kvtransfer.types import PAGE_TOKENS
 
 WAIT_S = 0.25
 """An admission waits so long for pages and states to go down before they are dropped."""
@@ -63,7 +63,9 @@ class Tiers:
         self.sightings = sightings
         self.costs = Costs()
         self.counts = Counts()
-        self.host = TierIndex(options.pages, options.order, self._left_host, pages.lock, retained.rank)
+        self.host = TierIndex(
+            options.pages, options.order, lambda keys: self._where.left_host(keys), pages.lock, retained.rank
+        )
         self.host_slots = SlotPool(options.slots, pages.lock)
         self.states = HostStates(self.host_slots, self.host, cache, options.order, retained.rank)
         self._retained = retained
@@ -91,6 +93,7 @@ class Tiers:
             copied=lambda some, others, s: self._copied("up", some * self._page_bytes + others * self._slot_bytes, s),
             give_back=lambda slot: slots.release([slot]),
         )
+        self.hits = Hits(self.host, self.states, self.costs, self.counts, self._page_bytes, self._slot_bytes)
         self._swaps = Swaps(
             (pages, slots),
             self.host,
@@ -103,7 +106,8 @@ class Tiers:
             poison=options.poison,
         )
         self.disk: DiskTier | None = None
-        cache.set_lower(self._dropped, self._below)
+        self._where = Presence(cache, self.host, self.states)
+        cache.set_lower(self._device_dropped, self._where.below)
         retained.serve(self.host.ranked, self.host.used_again)
         retained.serve(lambda _key, _rank: None, self.states.used_again)
 
@@ -122,12 +126,23 @@ class Tiers:
             published=self._publish_state,
         )
 
-    def add_disk(self, disk: Disk, lane: Lane, queue_pages: int) -> None:
-        """Put a disk tier below the host's. Once, before anything runs."""
-        parts = (self.host, self._cache, lane, self.costs, self.counts)
-        rank = self._retained.rank
-        self.disk = DiskTier(disk, *parts, self._page_bytes, queue_pages, self.options.order, self._left_disk, rank)
-        self._retained.serve(self.disk.index.ranked, self.disk.index.used_again)
+    def add_disk(self, disk: Disk, lane: Lane, queue_pages: int, wall: Callable[[], float]) -> None:
+        """Put a disk tier below the host's. Once, before anything runs. wall: seconds of the wall clock."""
+        self.disk = DiskTier(
+            disk,
+            Upper(self.host, self.states, self._cache, self._retained),
+            lane,
+            self._mover,
+            self.costs,
+            self.counts,
+            queue_pages,
+            self.options.order,
+            has=self.has,
+            gone=self._where.left_disk,
+            now=self._now,
+            wall=wall,
+        )
+        self._where.disk = self.disk
 
     # --- every turn -----------------------------------------------------------------------------------------------
 
@@ -162,14 +177,14 @@ class Tiers:
         keep: Collection[int],
         wanted: Sequence[Entry],
         slots: int = 0,
-        state: State | HostState | None = None,
+        state: State | TierState | None = None,
     ) -> bool:
         """Whether so many idle pages (none of `keep`) and slots may be evicted: their bytes are below, or not wanted
         there. If not, copies are started, and this is asked again when they are done. Who has waited long enough drops
         them. wanted, state: what is hit, which must not be pushed out by this."""
         if pages <= 0 and slots <= 0:
             return True
-        lower = state if isinstance(state, HostState) else None
+        lower = state if isinstance(state, TierState) else None
         held = [entry.page for entry in wanted] + ([lower.page] if lower and lower.page else [])
         with hold_both(self.host.pool, held, self.host_slots, [lower.slot] if lower else []):
             left = self._stores.make_room(pages, keep) if pages > 0 else False
@@ -208,47 +223,35 @@ class Tiers:
         if self.disk is not None:
             self.disk.spill([entry for entry in batch if entry.key in self.host])
 
-    def _publish_state(self, state: HostState, seconds: float) -> None:
+    def _publish_state(self, state: TierState, seconds: float) -> None:
         """Unless its pages have gone meanwhile."""
         self._copied("down", self._slot_bytes + (self._page_bytes if state.page else 0), seconds)
         if self.has(state.key) and self.states.add(state):
             self.counts.stored_states += 1
+            if self.disk is not None:
+                self.disk.spill_state(state)
 
     # --- prefix hits ------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[bytes], held: int) -> list[Entry]:
-        """What follows the first `held` of `keys` on the host, when fetching it is faster than computing it."""
-        found = self.host.match(keys, held)
-        tokens = len(found) * PAGE_TOKENS
-        if found and not self.costs.fetch_pays("host", len(found) * self._page_bytes, tokens):
-            self.counts.declined += 1
-            return []
-        return found
+    def staging(self, seq: int) -> bool | None:
+        """Whether a waiting request had better wait for what is on its way from the disk to the host; None: stage() has
+        not decided that yet."""
+        return self.disk.staging.known(seq) if self.disk is not None else False
 
-    def find_state(
-        self, keys: Sequence[bytes], tokens: Sequence[int], held: int, resumed: int
-    ) -> tuple[list[Entry], HostState | None]:
-        """What follows the first `held` of `keys` on the host; and the longest state there that can be resumed with
-        those pages, when fetching it and the pages below it is faster than running the tokens from `resumed` on."""
-        entries = self.host.match(keys, held)
-        candidates = self.states.match(keys[: held + len(entries)], tokens, resumed)
-        for state in candidates:
-            pages = max(state.length // PAGE_TOKENS - held, 0) + bool(state.page)
-            nbytes = pages * self._page_bytes + self._slot_bytes
-            if self.costs.fetch_pays("host", nbytes, state.length - resumed):
-                return entries, state
-        self.counts.declined += bool(candidates)
-        return entries, None
-
-    def staging(self, seq: int, keys: Sequence[bytes], held: int) -> bool:
-        """Whether a waiting request had better wait for pages that are on their way from the disk to the host. held:
-        of `keys`, how many are on the device."""
-        if self.disk is None:
-            return False
-        above = held + len(self.host.match(keys, held))
-        if self.disk.stage(seq, keys, above):
-            self.disk.poll()
-        return self.disk.stage(seq, keys, above)
+    def stage(self, seq: int, keys: Sequence[bytes], held: int, tokens: Sequence[int], resumed: int | None) -> None:
+        """Bring up from the disk what the prompt `tokens` had better wait for. held: of `keys`, how many are on the
+        device. resumed: tokens its state there has; None: it needs none."""
+        disk = self.disk
+        assert disk is not None
+        if resumed is None:
+            found: tuple[list[Entry], TierState | None] = self.hits.pages_on_disk(disk, keys, held), None
+        else:
+            found = self.hits.state_on_disk(disk, keys, tokens, held, resumed)
+        if found[0] or found[1]:
+            disk.staging.start(seq, *found)
+            disk.poll()
+        else:
+            disk.staging.decline(seq)
 
     def load(self, seq: int, base: int, entries: Sequence[Entry], targets: Sequence[int]) -> None:
         """Bring `entries` up into the device pages `targets`, which the request owns. base: tokens before them."""
@@ -261,7 +264,7 @@ class Tiers:
         self._loads.start(Loading(seq, pairs, [e.sums for e in entries], hold, base=base, spoilt=spoilt))
 
     def load_state(
-        self, seq: int, entries: Sequence[Entry], state: HostState, targets: Sequence[int], slot: int, kept: int
+        self, seq: int, entries: Sequence[Entry], state: TierState, targets: Sequence[int], slot: int, kept: int
     ) -> None:
         """Bring `state` up into the request's `slot`, and the pages below it that are not on the device into `targets`
         (the partial one last). kept: another slot that gets the state, for the device's cache; its count is taken
@@ -327,66 +330,28 @@ class Tiers:
 
     # --- the device cache ---------------------------------------------------------------------------------------------
 
-    def _dropped(self, keys: Sequence[bytes], pages: Sequence[int]) -> dict[bytes, str]:
-        """The device cache forgets these (tail first): those that are still here. What hung on the others goes too."""
-        kept = {}
-        self._stores.forget(keys)
-        for key, page in zip(keys, pages, strict=True):
-            tier = self._tier(key)
-            if tier:
-                kept[key] = tier
-                if self.options.poison and self._pages.refs(page) == 0:
-                    self._mover.poison(True, [page])
-            else:
-                self.counts.lost += 1
-                self._orphan(key)
-        return kept
-
-    def _left_host(self, keys: Sequence[bytes]) -> None:
-        gone = [key for key in keys if key not in self._cache]
-        lower = [key for key in gone if self._tier(key)]
-        lost = [key for key in gone if not self._tier(key)]
-        if lower:
-            self._cache.record_lower(lower[::-1], "disk")
-        self._lost(lost)
-
-    def _left_disk(self, keys: Sequence[bytes]) -> None:
-        self._lost([key for key in keys if not self.has(key)])
-
-    def _lost(self, keys: Sequence[bytes]) -> None:
-        if keys:
-            self._cache.record_lower(keys, "")
-        for key in keys:
-            self._orphan(key)
-
-    def _orphan(self, key: bytes) -> None:
-        """This key is nowhere any more: nor may be what hangs on it."""
-        self.states.key_gone(key)
-        self.host.drop(key)
-        if self.disk is not None:
-            self.disk.index.drop(key)
-
-    def _tier(self, key: bytes) -> str:
-        """The highest tier below the device that has this key, "" = none."""
-        if key in self.host:
-            return "host"
-        return "disk" if self.disk is not None and key in self.disk.index else ""
-
     def has(self, key: bytes) -> bool:
         """Whether the page under this key is in some tier."""
-        return key in self._cache or bool(self._tier(key))
+        return self._where.has(key)
 
-    def _below(self) -> dict[str, list[bytes]]:
-        lower = {"host": self.host.keys()}
-        if self.disk is not None:
-            lower["disk"] = [key for key in self.disk.index.keys() if key not in self.host]  # noqa: SIM118
-        return lower
+    def _device_dropped(self, keys: Sequence[bytes], pages: Sequence[int]) -> dict[bytes, str]:
+        """The device cache forgets these (tail first): the tiers of those that are still here."""
+        self._stores.forget(keys)
+        kept = self._where.dropped(keys)
+        self.counts.lost += len(keys) - len(kept)
+        if self.options.poison:
+            gone = zip(keys, pages, strict=True)
+            self._mover.poison(True, [page for key, page in gone if key in kept and self._pages.refs(page) == 0])
+        return kept
 
     def _state_dropped(self, state: State) -> None:
         """It has left the device. Poisoned is what nobody holds and the host has."""
         assert self.state_stores is not None
         self.state_stores.forget(state)
-        if self.options.poison and self.states.has(state.key, state.tail):
+        kept = self.states.has(state.key, state.tail)
+        lower = self.disk is not None and self.disk.states.has(state.key, state.tail)
+        self.counts.lost_states += not (kept or lower) and self.state_stores.wants(state)
+        if self.options.poison and kept:
             if self._slots.refs(state.slot) == 0:
                 self._mover.poison(False, [state.slot])
             if state.page and self._pages.refs(state.page) == 0:
@@ -410,12 +375,9 @@ class Tiers:
 
     def reports(self) -> list[TierReport]:
         """One for each tier, from any thread."""
-        host = TierReport.of("host", self.host.pool, len(self.host), self.counts)
-        states = self.host_slots
-        found = [replace(host, states_total=states.total, states_published=len(self.states))]
-        if self.disk is not None:
-            found.append(TierReport.of("disk", self.disk.index.pool, len(self.disk.index), self.counts))
-        return found
+        states = self.host_slots, len(self.states)
+        host = TierReport.of("host", self.host.pool, len(self.host), self.counts, *states)
+        return [host, self.disk.report()] if self.disk is not None else [host]
 
     def close(self) -> None:
         """Wait for what is under way and conclude it. Idempotent."""
@@ -431,7 +393,7 @@ class Tiers:
         self.host_slots.check()
         self.states.check(self.has)
         if self.disk is not None:
-            self.disk.index.check()
+            self.disk.check(self.has)
 
     def check_empty(self) -> None:
         """Assert that only published pages and states are left. Raises AssertionError."""

@@ -68,9 +68,9 @@ class TierLab(Lab):
     host_pages: int = 64
     lane: Lane = field(default_factory=Inline)
     lane_of_disk: Lane = field(default_factory=Inline)
+    clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        self.clock = FakeClock()
         made = self.runner or OracleRunner(VOCAB, self.max_model_len, state=self.state)
         cfg = config(**{"host_pool_tokens": self.host_pages * 16, "host_poison": True, **self.changes})
         spec = EngineSpec(self.pages + 1, 2 * cfg.max_batch + 1 if self.state else 0, self.max_model_len)

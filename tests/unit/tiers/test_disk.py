@@ -92,11 +92,8 @@ def test_a_worker_of_another_model_finds_nothing(tmp_path: Path) -> None:
 
     other = DiskLab(pages=12, host_pages=16, folder=tmp_path, state=True, changes={})
     assert other.tiers.disk is not None
-    assert len(other.tiers.disk.index) == 8, "the same pages"
+    assert len(other.tiers.disk.index) == 0
     other.engine.stop()
-    journal = Journal(tmp_path / "0" / "index", "another layout", 2)
-    assert journal.puts == {}
-    journal.close()
 
 
 def test_two_workers_of_one_machine_use_folders_of_their_own(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_device_hit_longer_than_the_hosts_loads_nothing() -> None:
     lab.settle()
     lab.engine.pages.release(taken)
     assert len(lab.tiers.host) == 4
-    found = lab.tiers.find(page_keys(ROOT, long), 8)
+    found = lab.tiers.hits.pages(page_keys(ROOT, long), 8)
     assert found == []
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_readable_on_the_host_before_its_copy_is_done() -> None:
     lab.engine.turn()
     assert lane.waiting, "a copy is under way"
     assert len(lab.tiers.host) == 0
-    assert lab.tiers.find(page_keys(ROOT, first), 0) == []
+    assert lab.tiers.hits.pages(page_keys(ROOT, first), 0) == []
 
     lane.run_all()
     lab.engine.turn()

@@ -17,6 +17,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from engine.api import Admitted, HandedOver
 from engine.sequence import Phase, Sequence
+from engine.tiers.disk import HostItem
 from engine.tiers.pool import view
 from runtime import faults
 from tests.unit.engine_core import test_machine as base
@@ -29,6 +30,7 @@ class TiersMachine(base.EnginesMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.damaged = False
         self.lanes = [Manual(), Manual()]
         self.labs = [self.lab(lane) for lane in tuple(self.lanes)]
         self.p, self.d = self.labs
@@ -59,6 +61,7 @@ class TiersMachine(base.EnginesMachine):
         if not fault:
             lane.step(index)
             return
+        self.damaged |= fault.startswith("tier.corrupt")
         with faults.armed(fault):
             lane.step(index)
 
@@ -145,12 +148,32 @@ class DiskMachine(TiersMachine):
         )
 
     def teardown(self) -> None:
+        folders = [lab.folder for lab in self.labs]  # type: ignore[attr-defined]
         try:
             super().teardown()
         finally:
             for lab in self.labs:
                 lab.tiers.close()
-                shutil.rmtree(lab.folder)  # type: ignore[attr-defined]
+        try:
+            for folder in folders:
+                self.restarted(folder)
+        finally:
+            for folder in folders:
+                shutil.rmtree(folder)
+
+    def restarted(self, folder: Path) -> None:
+        """What the index says is there, unless bytes were damaged before they were written."""
+        changes: dict[str, object] = {"max_batch": 4, "disk_pool_bytes": 64 * PAGE}
+        fresh = DiskLab(pages=14, state=self.STATE, host_pages=self.HOST, folder=folder, changes=changes)
+        fresh.check()
+        tiers, tier = fresh.tiers, fresh.tiers.disk
+        assert tier is not None
+        for entry in tier.index.oldest(99):
+            assert tier._disk.read([(entry.page, 1)], [entry.sums]) == 1 or self.damaged
+        for state in tier.states._all():
+            item = HostItem(1, int(bool(state.tail)))
+            assert tier._disk.read_state(state.slot, item, state.slot_sums, state.page_sums) or self.damaged
+        tiers.close()
 
 
 class StatefulDiskMachine(DiskMachine):

@@ -152,3 +152,4 @@ def test_the_same_for_long(tmp_path: Path, state: bool, fault: tuple[str, ...]) 
     counts = soak.engine.tiers.counts
     assert counts.hit_pages > 0
     assert counts.hit_states > 0 or not state
+    assert counts.disk_states > 0 or not state

@@ -8,7 +8,7 @@ from engine.pages import PagePool, SlotPool
 from engine.prefix_cache import PrefixCache
 from engine.tiers.index import TierIndex
 from engine.tiers.policy import Order
-from engine.tiers.states import HostState, HostStates
+from engine.tiers.states import HostStates, TierState
 from kvtransfer.hashing import page_keys, root
 from pdserve._worker_admin import WorkerAdmin
 from protos.v1 import worker_pb2
@@ -240,7 +240,7 @@ def test_the_lower_state_is_taken_when_only_that_one_pays() -> None:
     assert deep is not None
     made.tiers.costs.copied("host", "up", 1 << 20, seconds=1.0)
     made.tiers.costs.prefill.saw(1 << 20, seconds=1.0)
-    entries, state = made.tiers.find_state(keys, FIRST, len(made.engine.cache.match(keys)), deep.length)
+    entries, state = made.tiers.hits.state(keys, FIRST, len(made.engine.cache.match(keys)), deep.length)
     assert state is None
     assert entries == []
 
@@ -264,7 +264,7 @@ def test_what_goes_first_is_the_longest_unused_or_what_saves_least(order: Order,
     for name, saving in (("deep", 9.0), ("shallow", 1.0), ("new", 1.0)):
         states._used += 1
         (slot,) = states.slots.allocate(1) or []
-        states.add(HostState(name.encode(), 16, (), slot, 0, (1,), (), saving))
+        states.add(TierState(name.encode(), 16, (), slot, 0, (1,), (), saving))
         states.slots.release([slot])
 
     states.slots.release(states.slots.allocate(1) or [])
