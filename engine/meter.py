@@ -38,6 +38,7 @@ class Meter:
         self._tier_seconds = make.counter("pdserve_worker_tier_seconds", "Seconds those copies took", tier)
         self._tier_hits = make.counter("pdserve_worker_tier_hit_pages", "Pages fetched for a prompt", ["tier"])
         self._tier_states = make.gauge("pdserve_worker_tier_states", "Recurrent states kept below the device", ["tier"])
+        self._states_lost = make.counter("pdserve_worker_states_lost", "States that left the device without a copy")
         self._state_hits = make.counter("pdserve_worker_tier_hit_states", "States fetched for a prompt", ["tier"])
         self._tier_pages = make.gauge("pdserve_worker_tier_pages", "Pages by owner", ["tier", "owner"])
         self._tier_faults = make.counter("pdserve_worker_tier_faults", "Copies that failed or were found damaged")
@@ -92,9 +93,11 @@ class Meter:
             self._grown(self._tier_bytes.labels(tier.tier, direction), getattr(tier, f"bytes_{direction}"))
             self._grown(self._tier_seconds.labels(tier.tier, direction), getattr(tier, f"seconds_{direction}"))
         self._grown(self._tier_hits.labels(tier.tier), tier.hit_pages)
+        if tier.states_total:
+            self._tier_states.labels(tier.tier).set(tier.states_published)
+            self._grown(self._state_hits.labels(tier.tier), tier.hit_states)
         if tier.tier == "host":
-            self._tier_states.labels("host").set(tier.states_published)
-            self._grown(self._state_hits.labels("host"), tier.hit_states)
+            self._grown(self._states_lost, tier.lost_states)
             self._grown(self._swaps.labels("out"), tier.swapped_out)
             self._grown(self._swaps.labels("in"), tier.swapped_in)
             self._grown(self._tier_faults, tier.faults)

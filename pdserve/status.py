@@ -87,6 +87,7 @@ def _tier(tier: common_pb2.TierLoad) -> dict[str, Any]:
         "states_total": tier.states_total,
         "states_published": tier.states_published,
         "hit_states": tier.hit_states,
+        "lost_states": tier.lost_states,
         "bytes_down": tier.bytes_down,
         "bytes_up": tier.bytes_up,
         "down_bytes_per_s": tier.bytes_down / tier.seconds_down if tier.seconds_down else None,
@@ -101,6 +102,7 @@ def _tiers_line(one: dict[str, Any]) -> str:
     parts = []
     for t in one["tiers"]:
         states = f", {t['states_published']}/{t['states_total']} states, {t['hit_states']} hits"
+        states += f", {t['lost_states']} lost" if t["lost_states"] else ""
         pages = f"{t['tier']} {t['pages_published']}/{t['pages_total']} pages, {t['hit_pages']} hits"
         if not t["pages_total"]:  # other workers' caches
             pages = f"{t['tier']} {t['hit_pages']} hits"

@@ -902,6 +902,7 @@ class TierLoad(_message.Message):
     STATES_TOTAL_FIELD_NUMBER: _builtins.int
     STATES_PUBLISHED_FIELD_NUMBER: _builtins.int
     HIT_STATES_FIELD_NUMBER: _builtins.int
+    LOST_STATES_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
     """"host", "disk" """
     pages_total: _builtins.int
@@ -921,11 +922,13 @@ class TierLoad(_message.Message):
     faults: _builtins.int
     """copies that failed and pages whose checksum did not agree, over all tiers"""
     states_total: _builtins.int
-    """recurrent states: room for so many, those of swapped requests included; host only"""
+    """recurrent states: room for so many, on the host those of swapped requests included"""
     states_published: _builtins.int
     """named, whoever reads them"""
     hit_states: _builtins.int
     """come up because a prompt asked for them"""
+    lost_states: _builtins.int
+    """gone from the device without a copy, though they were wanted below; host only"""
     def __init__(
         self,
         *,
@@ -944,10 +947,11 @@ class TierLoad(_message.Message):
         states_total: _builtins.int = ...,
         states_published: _builtins.int = ...,
         hit_states: _builtins.int = ...,
+        lost_states: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "faults", b"faults", "hit_pages", b"hit_pages", "hit_states", b"hit_states", "pages_held", b"pages_held", "pages_published", b"pages_published", "pages_total", b"pages_total", "seconds_down", b"seconds_down", "seconds_up", b"seconds_up", "states_published", b"states_published", "states_total", b"states_total", "swapped_in", b"swapped_in", "swapped_out", b"swapped_out", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "faults", b"faults", "hit_pages", b"hit_pages", "hit_states", b"hit_states", "lost_states", b"lost_states", "pages_held", b"pages_held", "pages_published", b"pages_published", "pages_total", b"pages_total", "seconds_down", b"seconds_down", "seconds_up", b"seconds_up", "states_published", b"states_published", "states_total", b"states_total", "swapped_in", b"swapped_in", "swapped_out", b"swapped_out", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
