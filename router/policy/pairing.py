@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from runtime.values import value
+
 
 class Role(Enum):
     PREFILL = "prefill"
@@ -17,7 +19,7 @@ class Role(Enum):
     BOTH = "both"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WorkerState:
     """One worker as the policy sees it. `usable`: ready, not draining, compatible with the router's model.
 
@@ -37,7 +39,7 @@ class WorkerState:
     served: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Pair:
     prefill: str
     decode: str

@@ -114,6 +114,7 @@ class Worker:
     ) -> None:
         self.record = record
         self._state: WorkerState | None = None
+        self._standing: tuple[Role, bool, int] | None = None  # the part of it that requests do not change
         self.facts: worker_pb2.DescribeReply | None = None
         self.group = ""  # whoever shares it may exchange pages
         self.has_slots = False
@@ -143,7 +144,7 @@ class Worker:
         """What the registry says of it now."""
         self.record = record
         self.id = record.worker_id
-        self._state = None
+        self._state = self._standing = None
         if record.ready:
             self.announced.set()
         else:
@@ -176,7 +177,7 @@ class Worker:
 
     def connect(self, facts: worker_pb2.DescribeReply) -> None:
         """Open the streams its role needs. Called again when the role changes."""
-        self._state = None
+        self._state = self._standing = None
         self.facts = facts
         self.group = layout_group(facts.layout)
         self.has_slots = any(not part.paged for part in facts.layout.components)
@@ -228,14 +229,17 @@ class Worker:
     def _new_state(self) -> WorkerState:
         """What was reported, by whichever routers it came, and what this one has sent since."""
         prompts, requests = self.inflight_prefill_tokens - self._then[0], self.inflight_requests - self._then[1]
+        if self._standing is None:
+            self._standing = (self.role or Role.BOTH, self._usable(), self.facts.max_model_len if self.facts else 0)
+        role, usable, max_model_len = self._standing
         return WorkerState(
             worker_id=self.id,
-            role=self.role or Role.BOTH,
-            usable=self._usable(),
+            role=role,
+            usable=usable,
             prefill_load=max(self._load.queued_prefill_tokens + prompts, self.inflight_prefill_tokens),
             decode_load=max(self._load.running + self._load.waiting + requests, self.inflight_requests),
             pages_free=self._load.pages_free,
-            max_model_len=self.facts.max_model_len if self.facts else 0,
+            max_model_len=max_model_len,
             group=self.group,
             served=self.served,
         )
@@ -355,7 +359,7 @@ class Worker:
         return link
 
     def _link_changed(self, connected: bool) -> None:
-        self._state = None
+        self._state = self._standing = None
         if connected:
             self._on_change()
 
@@ -364,7 +368,7 @@ class Worker:
         links = [link for link in (self.prefill, self.decode) if link is not None]
         self.prefill = self.decode = None
         self.facts = None
-        self._state = None
+        self._state = self._standing = None
         for link in links:
             await link.close(error)
 
