@@ -53,7 +53,7 @@ def config(**changes: Any) -> Config:
         "model": "oracle",
         "http_listen": "127.0.0.1:0",
         "grpc_listen": "127.0.0.1:0",
-        "registry_ttl_s": 1.0,
+        "registry_ttl_s": 10.0,
         "reattach_s": 0.5,
     }
     return Config(**(base | changes))
