@@ -34,10 +34,12 @@ _log = structlog.get_logger("pdserve.router.pressure")
 
 
 class Pressure:
-    """`on`: hold tokens back with hold(). One per event loop; run() keeps it current, no run() means never on."""
+    """`on`: hold tokens back with hold(). `now`: it was so in the last sample, for whoever waits only while it lasts.
+    One per event loop; run() keeps both current, no run() means never on."""
 
     def __init__(self) -> None:
         self.on = False
+        self.now = False
         self._easy = 0
         self._held: dict[Callable[[], None], None] = {}
         self._beat: asyncio.TimerHandle | None = None
@@ -75,10 +77,11 @@ class Pressure:
         """On at once; off only after a while of ease, since sharing chunks is what brings the ease about. worked: the
         share of the time in which this thread ran; share: with what it waited for a processor."""
         if worked > RAN_ABOVE and (share > BUSY_ABOVE or late_s > LATE_S):
-            self.on, self._easy = True, 0
+            self.on, self.now, self._easy = True, True, 0
         elif worked > RAN_ABOVE and share >= EASY_BELOW:
             self._easy = 0
         else:
+            self.now = False
             self._easy += 1
             self.on = self.on and self._easy < EASY_SAMPLES
 

@@ -13,9 +13,9 @@ COLLECT_S = 0.002
 """Under pressure commands are collected for so long: a message costs as much as a dozen commands, and so does the one
 that answers it."""
 
-WORTH = 4
-"""Commands that must be expected to come in that time. Pressure lasts for a second after its cause; what collects
-nothing would only be late, five times on a request's way."""
+WORTH = 2
+"""Commands that must be expected to come in that time: what collects nothing would only be late, five times on a
+request's way."""
 
 _MEMORY = 16.0
 

@@ -282,7 +282,7 @@ class Link(Generic[C]):
             if not (self._urgent or self._submissions):
                 self._wake.clear()
                 await self._wake.wait()
-            if self._pressure.on and self.streams_reserve and self._density.worth_collecting:
+            if self._pressure.now and self.streams_reserve and self._density.worth_collecting:
                 await asyncio.sleep(COLLECT_S)
             count = len(self._urgent) + len(self._submissions)
             if count:

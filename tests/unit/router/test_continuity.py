@@ -150,6 +150,19 @@ def test_pressure_comes_at_once_and_goes_after_a_while_of_ease() -> None:
     assert after(0.1, late_s=0.05)
 
 
+def test_whoever_waits_only_while_pressure_lasts_is_told_at_the_next_sample() -> None:
+    pressure = Pressure()
+
+    def after(share: float) -> tuple[bool, bool]:
+        pressure.sampled(0.2, share, 0.0)
+        return pressure.on, pressure.now
+
+    assert after(0.8) == (True, True)
+    assert after(0.7) == (True, True), "not easy"
+    assert after(0.3) == (True, False)
+    assert after(0.7) == (True, False)
+
+
 def test_a_busy_machine_is_no_pressure_on_a_router_that_hardly_works() -> None:
     pressure = Pressure()
 

@@ -100,7 +100,7 @@ async def linked(
 @pytest.mark.parametrize("busy", [False, True])
 async def test_what_was_queued_before_the_stream_was_attached_is_sent_then(busy: bool) -> None:
     pressure = Pressure()
-    pressure.on = busy
+    pressure.now = busy
     async with linked(pressure) as (link, call):
         await call.until(1)  # the hello
         link.attach(("1", 1), Leg(), submit(1))
@@ -128,7 +128,7 @@ def test_a_batch_is_what_protobuf_would_write() -> None:
 @pytest.mark.parametrize("dense", [True, False])
 async def test_under_pressure_what_comes_densely_within_two_milliseconds_is_one_message(dense: bool) -> None:
     pressure = Pressure()
-    pressure.on = True
+    pressure.now = True
     async with linked(pressure) as (link, call):
         link._density._gap_s = 0.0001 if dense else 0.01
         call.welcome.set()
@@ -148,7 +148,7 @@ async def test_under_pressure_what_comes_densely_within_two_milliseconds_is_one_
             assert call.written[1:] == [submit(number) for number in range(3)]
 
 
-def test_collecting_is_worth_it_where_four_more_commands_are_to_be_expected() -> None:
+def test_collecting_is_worth_it_where_two_more_commands_are_to_be_expected() -> None:
     density, now = Density(), 100.0
     assert not density.worth_collecting
 
@@ -159,8 +159,8 @@ def test_collecting_is_worth_it_where_four_more_commands_are_to_be_expected() ->
             density.sent(count, now)
         return density.worth_collecting
 
-    assert paced(0.0004)
-    assert not paced(0.0006)
+    assert paced(0.0009)
+    assert not paced(0.0011)
     assert paced(0.0004, count=5), "collected ones count as what they are"
     assert paced(60.0, times=1), "one pause is not sparseness"
     assert not paced(60.0, times=20)
