@@ -1,16 +1,19 @@
 """Predicted against observed seconds to the first token, on real workers; and policies against each other there.
 
-    python -m bench.prediction [--policies predicted,least_load] [--requests 120] [--rate 0.35] [--json]
+    python -m bench.prediction [--policies predicted,least_load] [--requests 96] [--rate 1.2] [--seconds 200] [--json]
 
 For every policy a fleet of its own: 2 prefill and 2 decode workers that run SmolLM2 on this machine's CPU, one thread
-each, and a router (all routers run in this process). All fleets get the same requests at the same times, so that
-whatever else the machine does is the same to them. Prompts of 16 to 1,500 tokens (log-uniform), two fifths of them
-behind one of four shared prefixes; answers of 4 to 24 tokens; arrivals are a Poisson process. The first third is
-warm-up: sent, and not counted.
+each, and a router (all routers run in this process). Two fleets at once would compete for the same cores, so they take
+turns: every policy gets the same block of requests, one after the other, in an order that is reversed from block to
+block, and a block ends when its last answer does. Prompts of 16 to 1,500 tokens (log-uniform), two fifths of them
+behind one of four shared prefixes; answers of 4 to 24 tokens; arrivals are a Poisson process. The first quarter is
+warm-up: sent, and not counted. After --seconds no further block begins.
 
 error    |predicted - observed| / observed, observed from the moment the request is sent to its workers to its first
          token at the router; the time in the router's own queue is in neither
 ttft     as the client sees it, from the moment the request should have been sent
+sooner   seconds by which the first policy is sooner than another, of the same requests, with 95 % intervals (bootstrap
+         over requests)
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from bench._stages import Row, Watch, by_length, table
 from bench.handoff import MODEL, TEXT
 from bench.router import free_port
 from router.app import Router
-from router.policy.speeds import Accuracy
 from runtime import logs
 from runtime.config import Config
 from runtime.modelfiles import ModelFiles
@@ -45,18 +48,9 @@ PREFIXES = (192, 384, 640, 960)
 SHARED = 0.4
 START_S = 180.0
 ANY_PORT = "127.0.0.1:0"
-WARM = 1 / 3
-
-
-@dataclass(slots=True)
-class Recorded(Accuracy):
-    """Keeps every pair it learns from."""
-
-    pairs: list[tuple[float, float]] = field(default_factory=list)
-
-    def learn(self, predicted: float, observed: float) -> None:
-        Accuracy.learn(self, predicted, observed)
-        self.pairs.append((predicted, observed))
+WARM = 1 / 4
+BLOCK = 12
+DRAWS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +122,21 @@ class Seen:
     prompt: int = 0
     cached: int = 0
     local: bool = False
+    request: str = ""
+    second_s: float = 0.0
+    step_s: float = 0.0
     failure: str = ""
 
 
 @dataclass(slots=True)
 class Fleet:
-    """One policy's."""
+    """One policy's. seen: by request, in the order of the load."""
 
     policy: str
     router: Router
     workers: Workers
+    watch: Watch
     seen: list[Seen] = field(default_factory=list)
-    recorded: Recorded = field(default_factory=Recorded)
-    learned: int = 0  # pairs of the warm-up
 
 
 @asynccontextmanager
@@ -156,21 +152,19 @@ async def fleet(policy: str) -> AsyncIterator[Fleet]:
                 assert not workers.ended(), "a worker has ended before it was ready"
                 await asyncio.sleep(0.1)
             limit.reschedule(None)
-            made = Fleet(policy, router, workers)
-            router.planner.speeds.ttft_error = made.recorded
-            yield made
+            yield Fleet(policy, router, workers, Watch(router.planner))
     finally:
         await router.close()
 
 
-async def play(one: Fleet, load: Sequence[Ask], began: float, warm: int) -> None:
-    one.seen = [Seen() for _ in load]
+async def play(one: Fleet, block: Sequence[Ask]) -> None:
+    """The block's requests at their times, counted from its first one; returns after the last answer."""
+    seen = [Seen() for _ in block]
+    one.seen += seen
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(f"http://{one.router.http}", timeout=timeout) as client:
-        calls = [asyncio.create_task(_ask(client, ask, began, seen)) for ask, seen in zip(load, one.seen, strict=True)]
-        await asyncio.gather(*calls[:warm])
-        one.learned = len(one.recorded.pairs)
-        await asyncio.gather(*calls)
+        began = time.perf_counter() + 0.2 - block[0].at
+        await asyncio.gather(*(_ask(client, ask, began, seen) for ask, seen in zip(block, seen, strict=True)))
 
 
 async def _ask(client: aiohttp.ClientSession, ask: Ask, began: float, seen: Seen) -> None:
@@ -186,7 +180,7 @@ async def _ask(client: aiohttp.ClientSession, ask: Ask, began: float, seen: Seen
         "return_ledger": True,
     }
     await asyncio.sleep(began + ask.at - time.perf_counter())
-    first = 0.0
+    first, second, number = 0.0, 0.0, ""
     usage: dict[str, Any] = {}
     ledger: dict[str, Any] = {}
     async with client.post("/v1/completions", json=body) as response:
@@ -197,8 +191,13 @@ async def _ask(client: aiohttp.ClientSession, ask: Ask, began: float, seen: Seen
             content = json.loads(line[6:])
             if "error" in content:
                 seen.failure = content["error"].get("code") or "error"
-            if not first and any(choice.get("token_ids") for choice in content.get("choices", ())):
+            tokens = sum(len(choice.get("token_ids") or ()) for choice in content.get("choices", ()))
+            if tokens and not first:
                 first = time.perf_counter()
+                second = first if tokens > 1 else 0.0  # in one chunk: nothing is known of it
+            elif tokens and not second:
+                second = time.perf_counter()
+            number = content.get("id") or number
             usage = content.get("usage") or usage
             ledger = content.get("ledger") or ledger
     if first and usage:
@@ -206,14 +205,28 @@ async def _ask(client: aiohttp.ClientSession, ask: Ask, began: float, seen: Seen
         seen.prompt = usage["prompt_tokens"]
         seen.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         seen.local = ledger.get("prefill_worker") == ledger.get("decode_worker")
+        seen.request = number.partition("-")[2]
+        seen.second_s = second - first if second else 0.0
+        seen.step_s = ledger.get("decode_s", 0.0) / max(ask.output - 1, 1)
+
+
+def rows(one: Fleet, warm: int) -> list[Row]:
+    """What was foretold of those that count, with what the client has heard of the rest of them."""
+    found = []
+    for seen in one.seen[warm:]:
+        row = one.watch.rows.get(seen.request)
+        if row is not None and seen.ttft_s:
+            row.second_s, row.step_s = seen.second_s, seen.step_s
+            found.append(row)
+    return found
 
 
 def figures(one: Fleet, warm: int) -> dict[str, Any]:
     counted = one.seen[warm:]
     served = [seen for seen in counted if seen.ttft_s]
     ttft = [seen.ttft_s for seen in served]
-    pairs = [(predicted, observed) for predicted, observed in one.recorded.pairs[one.learned :] if observed > 0]
-    errors = [abs(predicted - observed) / observed for predicted, observed in pairs]
+    foretold = rows(one, warm) if one.policy == "predicted" else []
+    errors = [abs(predicted - observed) / observed for row in foretold for predicted, observed in _first(row)]
     return {
         "requests": len(served),
         "failed": len(counted) - len(served),
@@ -226,8 +239,13 @@ def figures(one: Fleet, warm: int) -> dict[str, Any]:
         "on_decode_workers": sum(seen.local for seen in served),
         "error_median": round(statistics.median(errors), 3) if errors else None,
         "error_p90": round(float(np.percentile(errors, 90)), 3) if errors else None,
-        "predicted_by_observed_median": round(statistics.median(p / o for p, o in pairs), 3) if pairs else None,
+        "stages": table(foretold),
+        "by_uncached_tokens": by_length(foretold),
     }
+
+
+def _first(row: Row) -> list[tuple[float, float]]:
+    return [row.pairs()["ttft"]] if "ttft" in row.pairs() else []
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -236,34 +254,60 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # no worker is left behind
     names = [name.strip() for name in options.policies.split(",")]
     load, warm = asks(options.seed, options.requests, options.rate), int(WARM * options.requests)
+    blocks = [load[start : start + BLOCK] for start in range(0, len(load), BLOCK)]
+    busy = [os.getloadavg()[0]]
     async with AsyncExitStack() as stack:
-        fleets = [await stack.enter_async_context(fleet(name)) for name in names]
-        began = time.perf_counter() + 1.0
-        await asyncio.gather(*(play(one, load, began, warm) for one in fleets))
-        load_average = os.getloadavg()[0]
+        fleets = await asyncio.gather(*(stack.enter_async_context(fleet(name)) for name in names))
+        until = time.perf_counter() + options.seconds
+        for number, block in enumerate(blocks):
+            if time.perf_counter() > until and number * BLOCK > warm:
+                break
+            for one in fleets if number % 2 else reversed(fleets):
+                await play(one, block)
+        busy.append(os.getloadavg()[0])
         results = {one.policy: figures(one, warm) for one in fleets}
     first, *others = fleets
     return {
         "policies": results,
-        "first_against": {other.policy: _compared(first, other, warm) for other in others},
-        "config": {**vars(options), "cores": os.cpu_count(), "load_average": load_average},
+        "first_against": {other.policy: compared(first.seen[warm:], other.seen[warm:]) for other in others},
+        "config": {**vars(options), "cores": os.cpu_count(), "load_average": busy},
     }
 
 
-def _compared(one: Fleet, other: Fleet, warm: int) -> dict[str, float]:
-    """Of the same requests: seconds the first policy's token came sooner in the mean, with the half width of the 95 %
-    interval, and the share of requests in which it did."""
-    gains = [b.ttft_s - a.ttft_s for a, b in zip(one.seen[warm:], other.seen[warm:], strict=True)]
-    half = 1.96 * statistics.stdev(gains) / len(gains) ** 0.5
-    share = sum(gain > 0 for gain in gains) / len(gains)
-    return {"sooner_s": round(statistics.fmean(gains), 4), "half": round(half, 4), "share": round(share, 3)}
+def compared(ours: Sequence[Seen], theirs: Sequence[Seen]) -> dict[str, Any]:
+    """Of the same requests: seconds the first policy's token came sooner, mean, median and 90th percentile, each with
+    its 95 % interval, and the share of requests in which it did. Requests that one of them did not serve are left
+    out."""
+    both = np.array([(a.ttft_s, b.ttft_s) for a, b in zip(ours, theirs, strict=True) if a.ttft_s and b.ttft_s])
+    drawn = both[np.random.default_rng(1).integers(0, len(both), (DRAWS, len(both)))]
+    found: dict[str, Any] = {"requests": len(both), "share": round(float((both[:, 0] < both[:, 1]).mean()), 3)}
+    for name, of in (("mean", np.mean), ("p50", np.median), ("p90", lambda a, axis: np.percentile(a, 90, axis=axis))):
+        per_draw = of(drawn, axis=1)
+        low, high = np.percentile(per_draw[:, 1] - per_draw[:, 0], (2.5, 97.5))
+        ours_, theirs_ = of(both, axis=0)
+        found[f"sooner_{name}"] = [round(float(value), 4) for value in (theirs_ - ours_, low, high)]
+    return found
+
+
+def show(result: dict[str, Any]) -> None:
+    """For people."""
+    print(json.dumps(result["config"]))
+    for name, row in result["policies"].items():
+        tables = {key: row.pop(key) for key in ("stages", "by_uncached_tokens")}
+        print(f"{name:<18}" + "  ".join(f"{key} {value}" for key, value in row.items()))
+        for entries in tables.values():
+            for stage, one in entries.items():
+                print(f"    {stage:<10}" + "  ".join(f"{key} {value}" for key, value in one.items()))
+    for name, one in result["first_against"].items():
+        print(f"sooner than {name}: " + "  ".join(f"{key} {value}" for key, value in one.items()))
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", default="predicted,least_load")
-    parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--rate", type=float, default=0.35, help="requests per second, of each fleet")
+    parser.add_argument("--requests", type=int, default=96, help="of each policy")
+    parser.add_argument("--rate", type=float, default=1.2, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=200.0, help="after which no block of requests begins")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     logs.setup(Config(log_level="error"), role="router")
@@ -271,11 +315,9 @@ def main(arguments: Sequence[str]) -> int:
     if result["config"]["json"]:
         print(json.dumps(result))
         return 0
-    print(json.dumps(result["config"]))
-    for name, row in result["policies"].items():
-        print(f"{name:<18}" + "  ".join(f"{key} {value}" for key, value in row.items()))
-    print(f"the first one against the others: {result['first_against']}")
-    return int(any(row["failed"] for row in result["policies"].values()))
+    failed = any(row["failed"] for row in result["policies"].values())
+    show(result)
+    return int(failed)
 
 
 if __name__ == "__main__":
