@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.sim import live
 from bench.sim.live import CONTEXT, Nics, SimRunner, SimTransport, configured
 from bench.sim.profile import Profile
 from engine.plan import Row, SampleSpec, SamplingParams, StepPlan
 from kvtransfer.transport import Incarnation
+from runtime.clock import FakeClock
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, TransferFailed
 from tests.unit.sim.test_world import QUIET, profile
@@ -109,18 +111,38 @@ def later(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
-async def test_a_read_takes_setup_and_bytes_over_bandwidth() -> None:
+@pytest.fixture
+def virtual(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """Transfers take no time but on this clock. Those that fly at once end in order."""
+    clock = FakeClock(monotonic=0.0)
+
+    async def until(end: float) -> None:
+        await asyncio.sleep(0)  # the others begin
+        clock.advance(max(end - clock.monotonic(), 0.0))
+
+    monkeypatch.setattr(live, "time", clock)
+    monkeypatch.setattr(live, "_until", until)
+    return clock
+
+
+async def test_a_read_takes_setup_and_bytes_over_bandwidth(virtual: FakeClock) -> None:
     target, peer = await pair(profile(**QUIET, transfer={"bandwidth_Bps": 131072 * 1e5, "setup_s": 0.005}))
-    stats = await target.read(peer, Ranges(2000), later(5)).result  # type: ignore[arg-type]
+    stats = await target.read(peer, Ranges(2000), 5).result  # type: ignore[arg-type]
     assert stats.nbytes == 2000
-    assert 0.025 <= stats.seconds < 2
+    assert stats.seconds == pytest.approx(0.025)
 
 
-async def test_reads_that_share_a_nic_share_its_bandwidth() -> None:
+async def test_reads_that_share_a_nic_share_its_bandwidth(virtual: FakeClock) -> None:
     target, peer = await pair(profile(**QUIET, transfer={"bandwidth_Bps": 131072 * 1e5, "setup_s": 0.0}))
-    flights = [target.read(peer, Ranges(2000), later(5)) for _ in range(3)]  # type: ignore[arg-type]
-    times = [(await flight.result).seconds for flight in flights]
-    assert [time >= 0.02 * crowd for crowd, time in enumerate(times, 1)] == [True] * 3, times
+    flights = [target.read(peer, Ranges(2000), 5) for _ in range(3)]  # type: ignore[arg-type]
+    assert [(await flight.result).seconds for flight in flights] == pytest.approx([0.02, 0.04, 0.06])
+    assert (await target.read(peer, Ranges(2000), 5).result).seconds == pytest.approx(0.02)  # type: ignore[arg-type]
+
+
+async def test_a_read_is_never_over_before_its_time() -> None:
+    end = later(0.0025)
+    await live._until(end)
+    assert time.monotonic() >= end
 
 
 async def test_a_read_past_its_deadline_fails_and_is_quiet() -> None:
