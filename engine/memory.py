@@ -287,16 +287,6 @@ class Memory:
                 self.tiers.sightings.written(keys, seq.published, seq.request.spec.prompt_len)
             seq.published = len(keys)
 
-    def checkpoint_slots(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """(length, slot) of the checkpoints a row [start, end) exports: as many as there are slots to spare for."""
-        points = []
-        for length in seq.checkpoints:
-            if start < length <= end and self.slots.available > self.ledger.booked.slots:
-                found = self.slots.allocate(1)
-                if found is not None:
-                    points.append((length, found[0]))
-        return tuple(points)
-
     def publish_checkpoints(self, seq: Sequence, row: Row) -> None:
         """The row's step is done, so its checkpoints are written."""
         for length, slot in row.checkpoints:

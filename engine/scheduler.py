@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from engine.api import Admitted, EngineRequest, Event, Failed, Mode, Sink
 from engine.departure import Departures
+from engine.exports import Exports
 from engine.memory import Memory
 from engine.order import chosen, due_at
 from engine.outcome import Outcome, charge
@@ -57,6 +58,7 @@ class Scheduler:
         self._doomed: list[Sequence] = []  # ended while in flight: their memory is given back when the step lands
         self._outcome = Outcome(memory, self._ids)
         self._departures = Departures(memory, self._outcome)
+        self._exports = Exports(memory, limits.chunk_tokens)
 
     # --- commands -------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class Scheduler:
             self.memory.tiers.store()
         decoding = [seq for seq in self._running if seq.phase is Phase.RUNNING and seq.decoding]
         rows = [self._row(seq, len(seq.tokens)) for seq in decoding if seq.id not in stalled]
-        rows += self._chunks(len(rows))
+        rows += self._chunks(len(rows), now)
         copies = self._take_copies()
         if not rows and not copies:
             return None
@@ -194,11 +196,11 @@ class Scheduler:
         for row_result in result.rows:
             seq, row = flight.pop(row_result.seq)
             if seq.phase is Phase.DONE:  # ended meanwhile
-                self.memory.drop_checkpoints(row)
+                self._exports.drop([row])
             else:
                 self._outcome.ran(seq, row, row_result, now)
         assert set(flight) == set(failed), "rows without a result"
-        self._drop_checkpoints(flight)
+        self._exports.drop(row for _, row in flight.values())
         self._fault([seq for seq, _ in flight.values()])
         self._sweep()
 
@@ -206,13 +208,9 @@ class Scheduler:
         """The step in flight has no result: every request in it, or waiting for a copy of it, ends."""
         copying = [seq for seq, _, _ in self._copying]
         flight = self._land()
-        self._drop_checkpoints(flight)
+        self._exports.drop(row for _, row in flight.values())
         self._fault([*copying, *(seq for seq, _ in flight.values())])
         self._sweep()
-
-    def _drop_checkpoints(self, flight: dict[int, tuple[Sequence, Row]]) -> None:
-        for _, row in flight.values():
-            self.memory.drop_checkpoints(row)
 
     def _fault(self, sequences: Seq[Sequence]) -> None:
         for seq in sequences:
@@ -338,7 +336,7 @@ class Scheduler:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _chunks(self, decode_rows: int) -> list[Row]:
+    def _chunks(self, decode_rows: int, now: float) -> list[Row]:
         """Whole chunks, one per request, of those due first, within the step's tokens; the first one always fits."""
         prompts = [seq for seq in self._running if seq.phase is Phase.RUNNING and not seq.decoding]
         if not prompts:
@@ -346,11 +344,12 @@ class Scheduler:
         budget = max(self.limits.max_batched_tokens - decode_rows, self.limits.chunk_tokens)
         ends = [seq.chunk_end(self.limits.chunk_tokens) for seq in prompts]
         sizes = ((seq.order, end - seq.computed) for seq, end in zip(prompts, ends, strict=True))
-        return [self._row(prompts[at], ends[at]) for at in chosen(sizes, budget)]
+        found = ((prompts[at], ends[at]) for at in chosen(sizes, budget))
+        return [self._row(seq, end) for seq, end in found if self._exports.ready(seq, end, now)]
 
     def _row(self, seq: Sequence, end: int) -> Row:
         start = seq.computed
-        points = self.memory.checkpoint_slots(seq, start, end) if seq.checkpoints else ()
+        points = self._exports.slots(seq, end)
         recorded = seq.records and self.memory.has_state and not points
         assert recorded or seq.whole == start, "a row that needs a whole state"
         row = Row(

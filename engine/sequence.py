@@ -103,6 +103,7 @@ class Sequence:
     booked: Amount = field(default_factory=Amount)
     lost: int = 0  # tokens that were computed before a preemption
     checkpoints: tuple[int, ...] = ()  # lengths at which the prefill exports its state
+    held_up: float = -1.0  # since when its next row waits for slots for them
     kept_until: float = 0.0  # when its cache entries pass their time, as of its admission
 
     @property

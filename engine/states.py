@@ -157,6 +157,11 @@ class StateCache:
         key = self._cache.key_of(page)
         return list(self._by_key.get(key, ())) if key is not None else []
 
+    def give_up(self, state: State) -> None:
+        """Forget an idle state: its slot is free."""
+        with self._pages.lock:
+            self._drop(state)
+
     def used_again(self, keys: Sequence[bytes]) -> None:
         """See engine.retention."""
         for key in keys:

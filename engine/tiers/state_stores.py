@@ -45,6 +45,7 @@ class StateStores:
         self._states, self._host, self._host_pages = states, host, host_pages
         self._sightings, self._mover, self._counts = sightings, mover, counts
         self._queue, self._submit, self._published = queue, submit, published
+        self.lower: Callable[[State], bool] = lambda _: False  # whether it is on a tier below the host
         self.settle: Callable[[Copy], None] | None = None  # makes a slot whole at once; None = no slot has records
         self._storing: set[bytes] = set()
         self._refused: set[bytes] = set()  # their store failed; tried again after one that did not
@@ -78,13 +79,33 @@ class StateStores:
     def made_room(self) -> None:
         self._tried.clear()
 
-    def wants(self, state: State) -> bool:
-        """Whether it is worth room below."""
-        return self._sightings.wanted(state_id(state.key, state.tail))
+    def spare(self, need: int, soon: int) -> bool:
+        """Whether `need` idle slots can be had without losing a state. Copies of what else would go are started, for
+        `soon` slots more than that; False: they are under way."""
+        idle = self._states.victims(self._slots.total)
+        exposed = [state for state in idle if not self._safe(state)]
+        safe = len(idle) - len(exposed)
+        short = need + soon - safe - len(self._storing)
+        if short > 0:
+            self._start(exposed[:short], self._queue, self._ahead)
+        return safe >= need or not self._storing
 
-    def forget(self, state: State) -> None:
-        """It has left the device."""
-        self._ahead.discard(state_id(state.key, state.tail))
+    def give_up(self) -> None:
+        """Drop the first in line of the idle states that are below, or not wanted there; if there is none, none."""
+        safe = next(filter(self._safe, self._states.victims(self._slots.total)), None)
+        if safe is not None:
+            self._states.give_up(safe)
+
+    def forget(self, state: State) -> bool:
+        """It has left the device. Whether it is lost: nobody has had a copy of it, and one was wanted."""
+        name = state_id(state.key, state.tail)
+        lost = not self._safe(state) and name not in self._ahead and name not in self._tried
+        self._ahead.discard(name)
+        return lost
+
+    def _safe(self, state: State) -> bool:
+        wanted = self._sightings.wanted(state_id(state.key, state.tail))
+        return not wanted or self._host.has(state.key, state.tail) or self.lower(state)
 
     def _start(self, going: Iterable[State], limit: int, tried: set[bytes], *, in_no_hurry: bool = False) -> bool:
         """Whether some are on their way now, or were left."""

@@ -142,7 +142,9 @@ class Tiers:
             now=self._now,
             wall=wall,
         )
-        self._where.disk = self.disk
+        self._where.disk = below = self.disk
+        if self.state_stores is not None:
+            self.state_stores.lower = lambda state: below.states.has(state.key, state.tail)
 
     # --- every turn -----------------------------------------------------------------------------------------------
 
@@ -193,6 +195,19 @@ class Tiers:
                 left |= self.state_stores.make_room(slots, going, state if isinstance(state, State) else None)
             self.poll()
         return self._waited(left or self._storing)
+
+    def spare_slots(self, need: int, soon: int) -> bool:
+        """See StateStores.spare."""
+        assert self.state_stores is not None
+        if self.state_stores.spare(need, soon):
+            return True
+        self.poll()
+        return self.state_stores.spare(need, soon)
+
+    def give_up_slot(self) -> None:
+        """See StateStores.give_up."""
+        if self.state_stores is not None:
+            self.state_stores.give_up()
 
     def _waited(self, pending: bool) -> bool:
         now = self._now()
@@ -347,11 +362,8 @@ class Tiers:
     def _state_dropped(self, state: State) -> None:
         """It has left the device. Poisoned is what nobody holds and the host has."""
         assert self.state_stores is not None
-        self.state_stores.forget(state)
-        kept = self.states.has(state.key, state.tail)
-        lower = self.disk is not None and self.disk.states.has(state.key, state.tail)
-        self.counts.lost_states += not (kept or lower) and self.state_stores.wants(state)
-        if self.options.poison and kept:
+        self.counts.lost_states += self.state_stores.forget(state)
+        if self.options.poison and self.states.has(state.key, state.tail):
             if self._slots.refs(state.slot) == 0:
                 self._mover.poison(False, [state.slot])
             if state.page and self._pages.refs(state.page) == 0:
