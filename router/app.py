@@ -114,6 +114,7 @@ class Router:
         keys = Keys.load(config)
         self.planner = Planner(config, files.name, files.fingerprint(), self.clock, self.metrics, self.fleet.workers)
         self.fleet.on_joined, self.fleet.on_left = self.planner.joined, self.planner.left
+        self.fleet.on_reported = self.planner.reported
         self.dispatcher = Dispatcher(
             self.fleet, self.planner, codec, config, self.clock, router_id, self.metrics, keys.tenants()
         )

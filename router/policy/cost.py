@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 
 from kvtransfer.hashing import LINK_TOKENS
 from router.policy.fetching import Holder, best, holders
+from router.policy.index import Hit
 from router.policy.policies import pairable
 from router.policy.rent import Rents
 from router.policy.speeds import Speeds
@@ -166,7 +167,7 @@ class Predicted:
         said = min(max(hit.resume, coming.resume if coming is not None else 0), request.tokens - 1)
         cached = int(said * self._speeds.trust.of(worker.worker_id))
         queue_s = worker.queue_s(now)
-        load_s = self._speeds.load_s(max(hit.resume - hit.device, 0) * worker.bytes_per_token)
+        load_s = self._load_s(hit, worker)
         prefill_s = self._speeds.prefill_s(worker.worker_id, request.tokens - cached, cached, step_s)
         fetch = best(self._speeds, request, worker, cached, among, step_s) if among else None
         if fetch is not None:
@@ -185,6 +186,17 @@ class Predicted:
         cost += worker.fetching * prefill_s  # those whose prefix is still coming are overtaken
         cost += self._missed(request.waited_s + ttft, request.ttft_goal_s)
         return _Start(worker, queue_s, load_s, prefill_s, cached, cost, fetch, step_s, said)
+
+    def _load_s(self, hit: Hit, worker: WorkerView) -> float:
+        """Bringing up what of the hit lies below the device: pages, and the state where it can be resumed."""
+        above = max(min(hit.host, hit.resume), hit.device)
+        sizes = {"host": above - hit.device, "disk": hit.resume - above}
+        seconds = 0.0
+        for tier, tokens in sizes.items():
+            size = max(tokens, 0) * worker.bytes_per_token + (worker.state_bytes if hit.state == tier else 0.0)
+            if size > 0:
+                seconds += self._speeds.load_s(size, tier)
+        return seconds
 
     def _rest(self, request: RequestView, worker: WorkerView, now: float) -> _Rest:
         step_s = self._speeds.step_s(worker.worker_id, worker.decoding + 1, worker.context_tokens + request.tokens)

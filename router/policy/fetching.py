@@ -26,7 +26,7 @@ def offered(hit: Hit, worker: WorkerView) -> int:
     """Tokens of a hit that another worker can be given: what lies on the device or on the host; with a state, all of it
     or nothing."""
     if worker.state_bytes:
-        return hit.resume if hit.resume - hit.host < PAGE_TOKENS else 0
+        return hit.resume if hit.resume - hit.host < PAGE_TOKENS and hit.state != "disk" else 0
     return min(hit.resume, hit.host)
 
 

@@ -12,11 +12,12 @@ at most 16 keys of each link at which some worker's prefix ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.hashing import LINK_TOKENS
+from router.policy.bits import bits_of, note, place
 from router.policy.keys import Keys
 
 _TOUCHED = 1
@@ -36,8 +37,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """keys in chain order. tier: "device", "host" or "disk". state_length: of a checkpoint, in tokens; its one key is
-    that of the last full page at or before it."""
+    """keys in chain order. tier: "device", "host" or "disk", also of a checkpoint. state_length: of a checkpoint, in
+    tokens; its one key is that of the last full page at or before it."""
 
     kind: Kind
     keys: Sequence[bytes]
@@ -68,12 +69,14 @@ class Export:
 @dataclass(frozen=True, slots=True)
 class Hit:
     """Prefix lengths in tokens. kv: in any tier; device: without a load; host: without a read from disk.
-    resume: where prefill may start: kv, or for models with state the last ready checkpoint at or before it."""
+    resume: where prefill may start: kv, or for models with state the last ready checkpoint at or before it. state: the
+    tier of that checkpoint, "" = the device's, or none."""
 
     kv: int
     device: int
     host: int
     resume: int
+    state: str = ""
 
 
 NO_HIT = Hit(0, 0, 0, 0)
@@ -102,6 +105,7 @@ class PrefixIndex:
         self._units: dict[bytes, int] = {}
         self._lower: dict[bytes, tuple[int, int]] = {}  # (host bits, disk bits); without an entry all are on device
         self._checkpoints: dict[bytes, dict[int, int]] = {}
+        self._lower_states: dict[tuple[bytes, int], tuple[int, int]] = {}  # as _lower
         self._expected: dict[bytes, int] = {}
         self._expiries: deque[tuple[float, int, Sequence[bytes]]] = deque()
         self._order: deque[bytes] = deque()
@@ -142,12 +146,12 @@ class PrefixIndex:
         keys, events = list(source.keys), []
         if keys:
             events.append(CacheEvent(Kind.STORED, keys))
-        for tier, place in (("host", 0), ("disk", 1)) if self._lower else ():
-            lower = [key for key in keys if self._lower.get(key, (0, 0))[place] >> source.bit & 1]
+        for tier, at in (("host", 0), ("disk", 1)) if self._lower else ():
+            lower = [key for key in keys if self._lower.get(key, (0, 0))[at] >> source.bit & 1]
             if lower:
                 events.append(CacheEvent(Kind.TIER_CHANGED, lower, tier))
         for key, length in source.checkpoints:
-            events.append(CacheEvent(Kind.CHECKPOINT_READY, (key,), state_length=length))
+            events.append(CacheEvent(Kind.CHECKPOINT_READY, (key,), self._state_tier(key, length, source.bit), length))
         return Export(source.epoch, source.sequence, events)
 
     # --- the feed -----------------------------------------------------------------------------------------------
@@ -196,7 +200,7 @@ class PrefixIndex:
                 count * size,
                 min(device.get(bit, 0), count) * size,
                 min(host.get(bit, 0), count) * size,
-                resumes.get(bit, 0) if self.stateful else count * size,
+                *(resumes.get(bit, (0, "")) if self.stateful else (count * size, "")),
             )
             for bit, count in units.items()
         }
@@ -242,15 +246,16 @@ class PrefixIndex:
         for key in keys.units(link):
             left = here & look(key)
             if left != here:
-                _note(here & ~left, count, found)
+                note(here & ~left, count, found)
                 here = left
                 if not here:
                     return
             count += 1
-        _note(here, count, found)
+        note(here, count, found)
 
-    def _resumes(self, keys: Keys, units: dict[int, int]) -> dict[int, int]:
-        """The last checkpoint at or before each worker's KV. Looked for at links and beside the ends of prefixes."""
+    def _resumes(self, keys: Keys, units: dict[int, int]) -> dict[int, tuple[int, str]]:
+        """The last checkpoint at or before each worker's KV, and its tier. Looked for at links and beside the ends of
+        prefixes."""
         if not self.stateful or not self._checkpoints:
             return {}
         per_link = LINK_TOKENS // keys.unit_tokens
@@ -258,13 +263,23 @@ class PrefixIndex:
         for link in {count // per_link for count in units.values()}:
             places += [key for key in keys.units(link) if key in self._checkpoints]
         found = sorted(
-            ((length, bits) for key in set(places) for length, bits in self._checkpoints[key].items()), reverse=True
+            ((length, bits, key) for key in set(places) for length, bits in self._checkpoints[key].items()),
+            reverse=True,
         )
-        resumes: dict[int, int] = {}
+        resumes: dict[int, tuple[int, str]] = {}
         for bit, count in units.items():
             most = min((count + 1) * keys.unit_tokens - 1, keys.tokens)
-            resumes[bit] = next((length for length, bits in found if length <= most and bits >> bit & 1), 0)
+            last = next(((length, key) for length, bits, key in found if length <= most and bits >> bit & 1), None)
+            if last is not None:
+                tier = self._state_tier(last[1], last[0], bit)
+                resumes[bit] = (last[0], tier if tier != "device" else "")
         return resumes
+
+    def _state_tier(self, key: bytes, length: int, bit: int) -> str:
+        host, disk = self._lower_states.get((key, length), (0, 0))
+        if host >> bit & 1:
+            return "host"
+        return "disk" if disk >> bit & 1 else "device"
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -306,6 +321,8 @@ class PrefixIndex:
                     lengths = self._checkpoints.setdefault(key, {})
                     lengths[event.state_length] = lengths.get(event.state_length, 0) | 1 << source.bit
                     source.checkpoints.add((key, event.state_length))
+                    if self._lower_states or event.tier != "device":
+                        place(self._lower_states, (key, event.state_length), source.bit, event.tier)
             case Kind.CHECKPOINT_REMOVED:
                 for key in event.keys:
                     self._drop_checkpoint(source, key, event.state_length)
@@ -326,15 +343,8 @@ class PrefixIndex:
             self._evict()
 
     def _retier(self, source: _Source, keys: Sequence[bytes], tier: str) -> None:
-        bit = 1 << source.bit
         for key in keys:
-            host, disk = self._lower.get(key, (0, 0))
-            host = host | bit if tier == "host" else host & ~bit
-            disk = disk | bit if tier == "disk" else disk & ~bit
-            if host or disk:
-                self._lower[key] = (host, disk)
-            else:
-                self._lower.pop(key, None)
+            place(self._lower, key, source.bit, tier)
 
     def _unset(self, key: bytes, bit: int) -> None:
         left = self._units.get(key, 0) & ~(1 << bit)
@@ -362,7 +372,7 @@ class PrefixIndex:
                 continue
             del self._units[key]
             self._lower.pop(key, None)
-            holders = set(_bits(bits & ~_TOUCHED))
+            holders = set(bits_of(bits & ~_TOUCHED))
             for source in self._sources.values():
                 if source.bit in holders:
                     source.keys.discard(key)
@@ -370,6 +380,7 @@ class PrefixIndex:
 
     def _drop_checkpoint(self, source: _Source, key: bytes, length: int) -> None:
         source.checkpoints.discard((key, length))
+        place(self._lower_states, (key, length), source.bit, "device")
         lengths = self._checkpoints.get(key)
         if lengths is None or length not in lengths:
             return
@@ -411,22 +422,12 @@ class PrefixIndex:
         by_bit = {source.bit: source for source in self._sources.values()}
         assert len(by_bit) == len(self._sources), "two workers share a bit"
         held = {(key, source.bit) for source in self._sources.values() for key in source.keys}
-        listed = {(key, bit) for key, bits in self._units.items() for bit in _bits(bits & ~_TOUCHED)}
+        listed = {(key, bit) for key, bits in self._units.items() for bit in bits_of(bits & ~_TOUCHED)}
         assert held == listed, "an entry without its worker, or a worker without its entry"
         for key, (host, disk) in self._lower.items():
             assert not (host | disk) & ~self._units.get(key, 0), "a tier of nobody"
             assert not host & disk, "one copy in two tiers"
+        for (key, length), (host, disk) in self._lower_states.items():
+            assert not (host | disk) & ~self._checkpoints.get(key, {}).get(length, 0), "a tier of no state"
+            assert not host & disk, "one state in two tiers"
         assert set(self._units) <= set(self._order), "an entry that can never be evicted"
-
-
-def _bits(bits: int) -> Iterator[int]:
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
-
-
-def _note(bits: int, count: int, found: dict[int, int]) -> None:
-    if count:
-        for bit in _bits(bits):
-            found[bit] = count

@@ -252,7 +252,8 @@ class Speeds:
         # 1, requests in the step, their context tokens
         self._step = Regression((0.01, 5e-5, 1e-8))
         self._transfer = Regression((0.001, 1e-10))
-        self._load = Regression((0.001, 1e-10))
+        # by tier; a disk is a tenth as fast until one is known
+        self._load = {"host": Regression((0.001, 1e-10)), "disk": Regression((0.001, 1e-9))}
         # beside the transfer itself, a fetch of a cached prefix: 1, bytes (asking, room, checksums at both ends);
         # hopeful, since only what is tried becomes known
         self._fetch = Regression((0.005, 2e-11))
@@ -346,12 +347,12 @@ class Speeds:
         """What a planned fetch is worth: 1 until it is known."""
         return self._fetch_trust.of(f"{source} {target}")
 
-    def load_s(self, size: float) -> float:
-        """Promoting `size` bytes from host memory or disk."""
-        return self._load.predict((1.0, size)) if size > 0 else 0.0
+    def load_s(self, size: float, tier: str = "host") -> float:
+        """Promoting `size` bytes from host memory ("host") or disk ("disk")."""
+        return self._load[tier].predict((1.0, size)) if size > 0 else 0.0
 
-    def learn_load(self, size: float, seconds: float) -> None:
-        self._load.learn((1.0, size), seconds)
+    def learn_load(self, size: float, seconds: float, tier: str = "host") -> None:
+        self._load[tier].learn((1.0, size), seconds)
 
 
 def _learn(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from protos.v1 import registry_pb2, worker_pb2
+from protos.v1 import common_pb2, registry_pb2, worker_pb2
 from router.policy.pairing import WorkerState
 from router.pressure import Pressure
 from router.workers.links import PROTOCOL_MAX, PROTOCOL_MIN
@@ -74,6 +74,7 @@ class Fleet:
         self.pressure = Pressure()
         self.on_joined: Callable[[Worker], None] | None = None
         self.on_left: Callable[[Worker], None] | None = None
+        self.on_reported: Callable[[Worker, common_pb2.Load], None] | None = None  # with the record, tiers and all
         self._refused = metrics.counter(
             "pdserve_router_workers_refused", "Workers that do not fit this router's model", ["reason"]
         )
@@ -104,6 +105,8 @@ class Fleet:
             return
         worker.heard(record)
         worker.reported(record.load)
+        if self.on_reported is not None:
+            self.on_reported(worker, record.load)
         if worker.facts is not None:
             worker.connect(worker.facts)
         if (old.ready, old.draining, old.role) != (record.ready, record.draining, record.role):

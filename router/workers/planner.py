@@ -10,6 +10,7 @@ costs time and never correctness, since the worker's own answer to Reserve is th
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -105,6 +106,7 @@ class Planner:
         self.others = Others(self.speeds)
         self._feeds: dict[str, tuple[Worker, asyncio.Task[None]]] = {}
         self._numbers = 0
+        self._risen: dict[tuple[str, str], tuple[int, float]] = {}  # by worker and tier: bytes and seconds so far
         self._error = metrics.gauge(
             "pdserve_router_ttft_prediction_error", "Median relative error of predicted seconds to the first token"
         )
@@ -149,6 +151,7 @@ class Planner:
             self.ledger.remove(worker.id)
             self.index.forget(worker.id)
             self.speeds.trust.forget(worker.id)
+            self._risen = {key: value for key, value in self._risen.items() if key[0] != worker.id}
             self.others.forget(worker.id)
         if self.shared is not None:
             self.shared.left(worker.id)
@@ -312,6 +315,18 @@ class Planner:
             batch, now = max(view.decoding, 1), self._clock.monotonic()
             step_s = times.decode_s / (tokens - 1)
             self.speeds.learn_step(worker, batch, view.context_tokens, step_s, now - times.decode_s, now)
+
+    def reported(self, worker: Worker, load: common_pb2.Load) -> None:
+        """What it says of the memory below its device since it last did: how fast things come up from there."""
+        if not self.active:
+            return
+        for tier in load.tiers:
+            if tier.tier not in ("host", "disk") or not math.isfinite(tier.seconds_up):
+                continue
+            size, seconds = self._risen.get((worker.id, tier.tier), (0, 0.0))
+            self._risen[(worker.id, tier.tier)] = (tier.bytes_up, tier.seconds_up)
+            if tier.bytes_up > size and tier.seconds_up > seconds:
+                self.speeds.learn_load(tier.bytes_up - size, tier.seconds_up - seconds, tier.tier)
 
     # --- caches
 

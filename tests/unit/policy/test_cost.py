@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from router.policy.cost import CostConfig, Predicted
+from router.policy.fetching import offered
 from router.policy.index import Hit
 from router.policy.keys import PromptKeys
 from router.policy.rent import Rents
@@ -24,8 +25,8 @@ class Known(Speeds):
     def transfer_s(self, source: str, target: str, size: float, flows: int = 0) -> float:
         return size * (1 + flows) / 1e9
 
-    def load_s(self, size: float) -> float:
-        return size / 1e8
+    def load_s(self, size: float, tier: str = "host") -> float:
+        return size / (1e8 if tier == "host" else 1e7)
 
 
 def choose(question: RequestView, *workers: WorkerView, now: float = 0.0, **config: Any) -> Placement:
@@ -240,3 +241,21 @@ def test_nobody_does_both_alone_where_that_is_not_allowed_or_a_prefill_worker_is
     )
     assert Predicted(Known()).alone(question, [prefill(1), decode(2)], 0.0) == Nobody("no_prefill_worker")
     assert Predicted(Known()).alone(question, [], 0.0) == Nobody("no_prefill_worker")
+
+
+def test_a_state_below_the_device_costs_its_bytes_and_pages_on_the_disk_the_disks_seconds() -> None:
+    warm = prefill(1, bytes_per_token=1e3, state_bytes=5e7)
+
+    def load_s(one: Hit) -> float:
+        return choose(request(10_000, {1: one}), warm, busy_decode(2), deflect=False).forecast.load_s
+
+    assert load_s(Hit(6000, 6000, 6000, 6000)) == 0.0
+    assert abs(load_s(Hit(6000, 6000, 6000, 6000, "host")) - 0.5) < 1e-9
+    assert abs(load_s(Hit(6000, 4000, 5000, 6000, "disk")) - (1e6 / 1e8 + (1e6 + 5e7) / 1e7)) < 1e-9
+    assert abs(load_s(Hit(6000, 4000, 6000, 3000, "host")) - 0.5) < 1e-9, "pages past the state are not wanted"
+
+
+def test_a_state_on_the_disk_is_not_offered_to_others() -> None:
+    holder = prefill(1, state_bytes=5e7)
+    assert offered(Hit(6000, 6000, 6000, 6000, "host"), holder) == 6000
+    assert offered(Hit(6000, 6000, 6000, 6000, "disk"), holder) == 0

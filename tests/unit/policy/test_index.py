@@ -134,6 +134,36 @@ def test_a_checkpoint_off_the_grid_counts_where_the_prefix_ends() -> None:
     assert index.match(PromptKeys(ROOT, tokens))[index.bit("a")].resume == 647
 
 
+def test_where_the_state_lies_is_known_and_follows_it_from_tier_to_tier() -> None:
+    index, tokens = PrefixIndex(stateful=True), prompt(700)
+    keys = keys_of(tokens)
+
+    def tier(number: int = 0) -> str:
+        return index.match(PromptKeys(ROOT, tokens))[index.bit("ab"[number])].state
+
+    for worker in "ab":
+        index.apply(worker, stored(1, keys[:40]))
+        index.apply(worker, Batch(1, 2, [CacheEvent(Kind.CHECKPOINT_READY, [keys[39]], state_length=640)]))
+    seen = [tier()]
+    for sequence, place in ((3, "host"), (4, "disk"), (5, "device"), (6, "host")):
+        index.apply("a", Batch(1, sequence, [CacheEvent(Kind.CHECKPOINT_READY, [keys[39]], place, 640)]))
+        index.check()
+        seen.append(tier())
+    assert seen == ["", "host", "disk", "", "host"]
+    assert tier(1) == "", "the other's is where it was"
+
+    exported = index.export("a")
+    assert exported is not None
+    copy = PrefixIndex(stateful=True)
+    copy.apply("a", Batch(1, exported.sequence, exported.events, snapshot=True, snapshot_end=True))
+    assert copy.match(PromptKeys(ROOT, tokens))[copy.bit("a")] == index.match(PromptKeys(ROOT, tokens))[index.bit("a")]
+
+    index.apply("a", Batch(1, 7, [CacheEvent(Kind.CHECKPOINT_REMOVED, [keys[39]], state_length=640)]))
+    index.check()
+    assert tier() == ""
+    assert not index._lower_states
+
+
 # --- the feed -----------------------------------------------------------------------------------------------------
 
 
