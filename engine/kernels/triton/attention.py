@@ -82,10 +82,24 @@ def paged_attention(q: Tensor, cache: Tensor, plan: PagedPlan, *, scale: float, 
     longest = max(plan.lengths, default=0)
     if longest:
         padded = int(triton.next_power_of_2(group))
-        per_tile = max(16 // padded, 1) if longest == 1 else max(64 // padded, 1)
+        rows, keys, warps, stages = _tile(longest == 1, block(width), q.dtype == torch.float32)
+        per_tile = max(rows // padded, 1)
         _attention_kernel[(len(plan.lengths), triton.cdiv(longest, per_tile), kv_heads)](
             q, cache, out, plan.tables, plan.firsts, plan.ends, scale, heads, group, plan.tables.shape[1], window,
             q.stride(0), q.stride(1), *cache.stride()[:4], TOKENS=per_tile, GROUP=padded, D=width,
-            BLOCK_D=block(width), KEYS=64, PAGE=PAGE, num_warps=8 if width > 128 else 4,
+            BLOCK_D=block(width), KEYS=keys, PAGE=PAGE, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out
+
+
+def _tile(decode: bool, width: int, fp32: bool) -> tuple[int, int, int, int]:
+    """Query rows, keys, warps and stages of a tile: what fits a multiprocessor's shared memory and a thread's registers
+    (fp32 operands take three registers each), as compiled for sm_90a."""
+    rows = 16 if decode else 64
+    if not fp32:
+        return rows, 64, 8 if width > 128 else 4, 3
+    if width > 128:
+        return 16, 16, 8, 2
+    if width > 64:
+        return min(rows, 32), 32, 8, 2
+    return (rows, 64, 4, 3) if decode else (32, 32, 4, 2)

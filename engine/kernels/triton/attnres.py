@@ -26,8 +26,10 @@ def _mix_kernel(
     mixed = tl.zeros([BLOCK], tl.float32)
     best = -float("inf")
     total = 0.0
-    for n in range(count):
-        x = tl.load(sources + n * stride_n + token * stride_t + c, mask=inside, other=0.0).to(tl.float32)
+    source = sources + token * stride_t
+    for _ in range(count):
+        x = tl.load(source + c, mask=inside, other=0.0).to(tl.float32)
+        source += stride_n  # step by step: count times the stride may not fit 32 bits
         score = tl.sum(x * direction, 0) * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
         top = tl.maximum(best, score)
         fade, share = tl.exp(best - top), tl.exp(score - top)

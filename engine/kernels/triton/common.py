@@ -47,3 +47,8 @@ def tanh(x):
 def block(n: int, least: int = 16) -> int:
     """The power of two that holds n."""
     return max(least, int(triton.next_power_of_2(n)))
+
+
+def state_rows(width: int, keys: int) -> int:
+    """Rows of V of a state's tile [rows, K]: as many as fit the registers beside a chunk's or a ring's operands."""
+    return min(block(width), 32 if keys <= 128 else 16)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.delta_chunk_plan import CHUNK, ChunkPlan
-from engine.kernels.triton.common import block, dot32
+from engine.kernels.triton.common import block, dot32, state_rows
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def delta_chunk(
     keys = scratch.take("keys", plan.chunks, heads, CHUNK, keys_dim)
     decay = scratch.take("decay", plan.chunks, heads, keys_dim)
     mix = scratch.take("mix", plan.chunks, heads, 2 * CHUNK, CHUNK)
-    block_k, block_v = block(keys_dim), min(block(width), 32)
+    block_k, block_v = block(keys_dim), state_rows(width, keys_dim)
     _intra_kernel[(plan.chunks, heads)](
         q, k, g, beta, tables.chunk_tokens, tables.chunk_counts, w, keys, decay, mix, scale, heads,
         heads // q.shape[1], *q.stride()[:2], *k.stride()[:2], *g.stride()[:2], g.stride(2) if g.dim() == 3 else 0,
@@ -205,6 +205,6 @@ def delta_chunk(
         v, out, state, w, keys, decay, mix, skip, tables.initial, tables.final, tables.counts, tables.ranks,
         tables.step_firsts, tables.chunk_tokens, tables.chunk_counts, tables.point_firsts, tables.point_steps,
         tables.point_slots, heads, *v.stride()[:2], *state.stride()[:3], DELTA=delta, HAS_SKIP=skip is not None,
-        K=keys_dim, V=width, BLOCK_K=block_k, BLOCK_V=block_v, C=CHUNK,
+        K=keys_dim, V=width, BLOCK_K=block_k, BLOCK_V=block_v, C=CHUNK, num_warps=4 if block_k <= 128 else 8,
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.delta_decode import Rows
-from engine.kernels.triton.common import block
+from engine.kernels.triton.common import block, state_rows
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def delta_commit(rows: Rows, counts: Tensor, state: Tensor, slots: Tensor, targe
     batch, tokens, heads, keys = rows.k.shape
     width = rows.u.shape[-1]
     scalar = rows.g.shape[-1] == 1
-    block_v = min(block(width), 32)
+    block_v = state_rows(width, keys)
     _commit_kernel[(batch, heads, triton.cdiv(width, block_v))](
         rows.k, rows.u, rows.g, counts, state, slots, slots if targets is None else targets, heads, tokens,
         0 if scalar else 1, *state.stride()[:3], SCALAR=scalar, K=keys, V=width, BLOCK_K=block(keys), BLOCK_V=block_v,
@@ -163,7 +163,7 @@ def _run(
     kept = Rows(
         *(torch.empty(*shape, n, dtype=torch.float32, device=v.device) for n in (keys, width, 1 if scalar else keys))
     )
-    block_v = min(block(width), 32)
+    block_v = state_rows(width, keys)
     _rows_kernel[(batch, heads, triton.cdiv(width, block_v))](
         q, k, v, g, beta, state, slots, skip, out, kept.k, kept.u, kept.g, scale, heads, heads // q.shape[2],
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], 0 if scalar else g.stride(3),

@@ -87,13 +87,14 @@ def mla_decode(q: Tensor, cache: Tensor, plan: PagedPlan, *, latent: int, scale:
     out = torch.zeros(tokens, heads, latent, dtype=q.dtype, device=q.device)
     longest = max(plan.lengths, default=0)
     if longest:
-        per_tile = 1 if longest == 1 else 4
-        keys = 16 if latent > 256 or q.dtype == torch.float32 else 64
+        wide, fp32 = latent > 256, q.dtype == torch.float32
+        per_tile = 1 if longest == 1 or (wide and fp32) else 4  # fp32 operands take three registers each
+        keys = 16 if wide or fp32 else 64
         _attention_kernel[(len(plan.lengths), triton.cdiv(longest, per_tile), triton.cdiv(heads, HEADS))](
             q, cache, out, plan.tables, plan.firsts, plan.ends, scale, heads, plan.tables.shape[1], q.stride(0),
             q.stride(1), cache.stride(0), cache.stride(1), TOKENS=per_tile, HEADS=HEADS, R=latent, S=width - latent,
             BLOCK_R=block(latent), BLOCK_S=block(width - latent), KEYS=keys, PAGE=PAGE,
-            num_warps=8 if per_tile > 1 else 4,
+            num_warps=8 if per_tile > 1 or fp32 else 4, num_stages=1 if wide and fp32 else 3,
         )  # fmt: skip
     return out
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.replay import Ring
-from engine.kernels.triton.common import block
+from engine.kernels.triton.common import block, state_rows
 from engine.kernels.triton.delta_decode import head_inputs
 
 
@@ -160,7 +160,7 @@ def replay_decode(
     scalar = g.dim() == 2
     assert q.stride(2) == k.stride(2) == v.stride(2) == state.stride(3) == 1
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    block_v = min(block(width), 32)
+    block_v = state_rows(width, keys)
     _decode_kernel[(batch, heads, triton.cdiv(width, block_v))](
         q, k, v, g, beta, state, ring.k, ring.u, ring.g, slots, cursor, flush.to(torch.int32), skip, out, scale, heads,
         heads // q.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride()[:2],
@@ -174,7 +174,7 @@ def replay_decode(
 
 def replay_materialise(state: Tensor, ring: Ring, sources: Tensor, counts: Tensor, targets: Tensor) -> None:
     heads, width, keys = state.shape[1:]
-    block_v = min(block(width), 32)
+    block_v = state_rows(width, keys)
     scalar = ring.g.shape[-1] == 1
     _materialise_kernel[(len(sources), heads, triton.cdiv(width, block_v))](
         state, ring.k, ring.u, ring.g, sources, counts, targets, *state.stride()[:3], *ring.k.stride()[:3],

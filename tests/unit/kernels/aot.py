@@ -27,8 +27,8 @@ class _NoDevice:
         return GPUTarget("cuda", TARGET_ARCH, 32)
 
 
-def _stack_bytes(cubin: bytes) -> int:
-    """Bytes of stack a thread uses: registers that did not fit."""
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Of a thread: bytes of stack (registers that did not fit), and registers."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -36,16 +36,18 @@ def _stack_bytes(cubin: bytes) -> int:
         file.write(cubin)
         file.flush()
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout))
+    stack, registers = (max(map(int, re.findall(name + r":(\d+)", usage.stdout))) for name in ("STACK", "REG"))
+    return stack, registers
 
 
 def compile_launches() -> dict[str, dict[str, Any]]:
     """From here on every launch in this process compiles. Returns a dict that fills up: kernel name -> largest
-    shared memory of a block and stack of a thread, in bytes."""
+    shared memory of a block and stack of a thread, in bytes, and most registers of a block."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     compiled: dict[str, dict[str, Any]] = {}
+    seen: set[str] = set()
     driver.set_active(_NoDevice())
     launch = JITFunction.run
 
@@ -53,9 +55,15 @@ def compile_launches() -> dict[str, dict[str, Any]]:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         assert len(kernel.asm["cubin"]) > 0
         assert ".target sm_90a" in kernel.asm["ptx"]
-        facts = compiled.setdefault(self.fn.__name__, {"shared": 0, "stack": 0})
+        if kernel.hash in seen:
+            return kernel
+        seen.add(kernel.hash)
+        name = f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__.strip('_')}"
+        facts = compiled.setdefault(name, {"shared": 0, "stack": 0, "registers": 0})
+        stack, registers = _usage(kernel.asm["cubin"])
         facts["shared"] = max(facts["shared"], kernel.metadata.shared)
-        facts["stack"] = max(facts["stack"], _stack_bytes(kernel.asm["cubin"]))
+        facts["stack"] = max(facts["stack"], stack)
+        facts["registers"] = max(facts["registers"], registers * 32 * kernel.metadata.num_warps)
         return kernel
 
     JITFunction.run = run

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from .triton_cases import CASES, COMPILE_ONLY
+from .triton_cases import CASES, COMPILE_ONLY, RUN_ONLY
 
 Report = dict[str, dict[str, Any]]
 
 pytestmark = pytest.mark.timeout(300)  # the interpreter takes 15 s of a quiet core, many times that on a busy one
 
 
-def reports(mode: str, **env: str) -> Report:
-    command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.triton_cases", mode]
+def reports(mode: str, *cases: str, seconds: float = 280, **env: str) -> Report:
+    command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.triton_cases", mode, *cases]
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=280
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=seconds
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
@@ -44,13 +44,42 @@ def test_in_the_interpreter_a_kernel_equals_its_torch_namesake(interpreted: Repo
     assert not interpreted[name]["error"], interpreted[name]["error"]
 
 
+@pytest.mark.parametrize("name", RUN_ONLY)
+def test_a_kernel_reaches_what_lies_beyond_31_bits(interpreted: Report, name: str) -> None:
+    assert not interpreted[name]["error"], interpreted[name]["error"]
+
+
 @pytest.mark.parametrize("name", CASES | COMPILE_ONLY)
 def test_every_launch_compiles_for_sm_90a_within_shared_memory_and_registers(compiled: Report, name: str) -> None:
     assert not compiled[name]["error"], compiled[name]["error"]
     assert compiled[name]["kernels"], "nothing was launched"
     for kernel, facts in compiled[name]["kernels"].items():
         assert facts["shared"] <= 227 * 1024, kernel
+        assert facts["registers"] <= 64 * 1024, kernel
         assert facts["stack"] == 0, f"{kernel} spills registers"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_every_head_size_fits_shared_memory_and_registers() -> None:
+    """bf16, as models are served: nothing spills."""
+    (found,) = reports("compile", "every_head_size", seconds=900, TRITON_INTERPRET="0").values()
+    assert not found["error"], found["error"]
+    for kernel, facts in found["kernels"].items():
+        assert facts["shared"] <= 227 * 1024, kernel
+        assert facts["registers"] <= 64 * 1024, kernel
+        assert facts["stack"] == 0, f"{kernel} spills registers"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_every_head_size_can_be_launched_in_fp32() -> None:
+    """For comparisons with a CPU. The widest spill here: fp32 operands take three registers each."""
+    (found,) = reports("compile", "every_head_size_fp32", seconds=900, TRITON_INTERPRET="0").values()
+    assert not found["error"], found["error"]
+    for kernel, facts in found["kernels"].items():
+        assert facts["shared"] <= 227 * 1024, kernel
+        assert facts["registers"] <= 64 * 1024, kernel
 
 
 def test_a_wrong_kernel_is_noticed() -> None:

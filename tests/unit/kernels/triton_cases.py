@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import triton_far
 from .naive import Case, joined, make_case, relative
-from .triton_sizes import at_published_sizes
+from .triton_sizes import at_published_sizes, every_head_size
 
 RUN = sys.argv[1:2] == ["run"]
 CASES: dict[str, Callable[[], None]] = {}
@@ -422,7 +423,12 @@ def grouped_experts() -> None:
             same(got, want, tolerance)
 
 
+RUN_ONLY = {f"far_{name}": partial(triton_far.check, name) for name in triton_far.cases()}
 COMPILE_ONLY = {"at_published_sizes": at_published_sizes}
+SLOW = {
+    "every_head_size": partial(every_head_size, torch.bfloat16),
+    "every_head_size_fp32": partial(every_head_size, torch.float32),
+}
 
 
 def main() -> None:
@@ -433,8 +439,8 @@ def main() -> None:
         from .aot import compile_launches
 
         compiled = compile_launches()
-    known = CASES if RUN else CASES | COMPILE_ONLY
-    for name in sys.argv[2:] or known:
+    known = CASES | RUN_ONLY if RUN else CASES | COMPILE_ONLY | SLOW
+    for name in sys.argv[2:] or known.keys() - SLOW.keys():
         error = ""
         try:
             known[name]()
