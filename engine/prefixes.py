@@ -26,6 +26,7 @@ from typing import TypeVar
 from engine.memory import Memory
 from engine.pages import PageHold, hold_both, pages_for
 from engine.plan import Copy
+from engine.promotions import DISK_SHARE, Promotion, Promotions
 from engine.sequence import usable_hit
 from engine.states import State
 from engine.tiers.index import Entry
@@ -80,6 +81,7 @@ class Prefixes:
         self._post = post
         self._now = now
         self._asked: list[_Asked] = []
+        self._promotions = Promotions(memory, now, self._offer)
 
     # --- any thread -----------------------------------------------------------------------------------------------
 
@@ -92,11 +94,14 @@ class Prefixes:
         with self._memory.pages.lock:
             return self._here(wanted).tokens
 
-    def offer(self, wanted: Wanted) -> Future[Prefix | None]:
+    def offer(self, wanted: Wanted, within_s: float = 0.0) -> Future[Prefix | None]:
         """The longest run of pages here (and the state at its end), with a hold; None: nothing beyond
-        wanted.first_token, or no page can be spared."""
+        wanted.first_token, or no page can be spared. within_s: that long the asker can wait for all of it; 0 = the disk
+        is not read for it."""
         with self._memory.pages.lock:
             here = self._here(wanted)
+            if within_s > 0 and self._more_on_disk(wanted, here):
+                return self._promoted(wanted, here, within_s)
             if here.state is None or not self._has_records(here.state):
                 return _answered(self._given(wanted, here))
         return self._ask(lambda: self._offer(wanted))
@@ -128,7 +133,8 @@ class Prefixes:
     # --- the engine thread ----------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Before each step: answer who waits for room."""
+        """Before each step: answer who waits for room, or for what is on the disk."""
+        self._promotions.turn()
         if not self._asked:
             return
         asked, self._asked = self._asked, []
@@ -140,6 +146,7 @@ class Prefixes:
 
     def close(self) -> None:
         """Nobody will be answered any more."""
+        self._promotions.close()
         asked, self._asked = self._asked, []
         for one in asked:
             _give(one.answer, None)
@@ -177,6 +184,24 @@ class Prefixes:
             return _Here(lower[0].length, match.pages[:full], low[: max(full - count, 0)], lower=lower[0])
         partial = [match.state.page] if match.state is not None and match.state.page else []
         return _Here(match.resumed, match.pages[: match.resumed // PAGE_TOKENS] + partial, [], match.state)
+
+    def _more_on_disk(self, wanted: Wanted, here: _Here) -> bool:
+        """Whether a longer prefix could be offered after something has come up from there."""
+        tiers, keys, tokens = self._memory.tiers, self._keys(wanted), here.tokens
+        if tiers is None or tiers.disk is None or wanted.state != self.has_state:
+            return False
+        if not wanted.state:
+            first = tokens // PAGE_TOKENS
+            return first < len(keys) and keys[first] in tiers.disk.index
+        return any(below.match(keys, wanted.tokens, tokens) for below in (tiers.disk.states, tiers.states))
+
+    def _promoted(self, wanted: Wanted, here: _Here, within_s: float) -> Future[Prefix | None]:
+        answer: Future[Prefix | None] = Future()
+        until = self._now() + DISK_SHARE * within_s
+        asked = Promotion(wanted, self._keys(wanted), here.tokens, until, answer)
+        if not self._post(lambda: self._promotions.begin(asked)):
+            answer.set_result(None)
+        return answer
 
     def _may_pin(self, pages: list[int], slot: int) -> bool:
         """Idle cached pages that are held for a peer are room that nobody here can have."""

@@ -30,8 +30,9 @@ MAX_TOKENS = 10_000 * PAGE_TOKENS
 
 MAX_NAME_CHARS = 256
 
-Holder = Callable[[Wanted], Awaitable[Prefix | None]]
-"""Finds and holds the longest run of pages here; None: nothing beyond what is wanted."""
+Holder = Callable[[Wanted, float], Awaitable[Prefix | None]]
+"""Finds and holds the longest run of pages here; None: nothing beyond what is wanted. Told how many seconds the asker
+can wait for all of it."""
 
 
 class Offers:
@@ -45,9 +46,12 @@ class Offers:
         self._most = most
         self._asked = 0
 
-    async def answer(self, request: pb.OfferPrefixRequest, identity: str, connection: str) -> pb.OfferPrefixReply:
+    async def answer(
+        self, request: pb.OfferPrefixRequest, identity: str, connection: str, within_s: float = 0.0
+    ) -> pb.OfferPrefixReply:
         """identity: the caller's, as mutual TLS verified it. connection: its address and port, as the transport has
-        them. Raises EpochMismatch, LayoutMismatch, InvalidRequest."""
+        them. within_s: until the caller's time is over; 0 = nothing is read up for it. Raises EpochMismatch,
+        LayoutMismatch, InvalidRequest."""
         if request.source_epoch != self._epoch:
             raise EpochMismatch("the prefix was sought in another epoch of this worker")
         if request.layout_fingerprint != self._fingerprint:
@@ -57,7 +61,7 @@ class Offers:
             return pb.OfferPrefixReply()
         self._asked += 1
         try:
-            prefix = await self._holder(wanted)
+            prefix = await self._holder(wanted, within_s)
         finally:
             self._asked -= 1
         if prefix is None:

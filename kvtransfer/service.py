@@ -113,7 +113,8 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
     ) -> pb.OfferPrefixReply:
         if self._offers is None or await faults.strike_async("kv.offer"):
             return pb.OfferPrefixReply()
-        return await self._offers.answer(request, peer_identity(context), context.peer())
+        left = max(context.time_remaining() or 0.0, 0.0)
+        return await self._offers.answer(request, peer_identity(context), context.peer(), left)
 
     async def Renew(  # noqa: N802
         self, request: pb.RenewRequest, context: ServicerContext[pb.RenewRequest, pb.RenewReply]

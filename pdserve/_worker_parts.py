@@ -17,6 +17,7 @@ from engine.face import Limits, Worker, load_of, tier_load
 from engine.fetch import Fetcher, answered
 from engine.loop import Engine, EngineSpec
 from engine.meter import Meter
+from engine.promotions import DISK_SHARE
 from engine.runner_api import Runner
 from engine.tiers.build import Ways
 from engine.tiers.disk import OpenFile
@@ -233,8 +234,15 @@ def _worker(
 
 
 def _holder(engine: Engine, meter: Meter) -> Holder:
-    async def hold(wanted: Wanted) -> Prefix | None:
-        found = await answered(engine.prefixes.offer(wanted), lambda prefix: prefix.hold.release())
+    async def ask(wanted: Wanted, within_s: float) -> Prefix | None:
+        return await answered(engine.prefixes.offer(wanted, within_s), lambda prefix: prefix.hold.release())
+
+    async def hold(wanted: Wanted, within_s: float) -> Prefix | None:
+        try:
+            async with asyncio.timeout(DISK_SHARE * within_s or None):
+                found = await ask(wanted, within_s)
+        except TimeoutError:  # a step lasts longer than the disk would have taken: what is above it
+            found = await ask(wanted, 0.0)
         meter.offered(found.tier if found is not None else "")
         return found
 

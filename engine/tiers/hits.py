@@ -6,7 +6,7 @@ pages below it, wherever they lie.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.tiers.cost import Costs
 from engine.tiers.disk_tier import DiskTier
@@ -14,6 +14,9 @@ from engine.tiers.index import Entry, TierIndex
 from engine.tiers.states import HostStates, TierState
 from engine.tiers.stats import Counts
 from kvtransfer.types import PAGE_TOKENS
+
+InTime = Callable[[int], bool]
+"""Whether so many bytes come up from the disk in the time there is."""
 
 STAGED_SHARE = 2
 """Of the host pool at most one page in so many for what one request is staged."""
@@ -49,15 +52,26 @@ class Hits:
         self._counts.declined += bool(candidates)
         return entries, None
 
-    def pages_on_disk(self, disk: DiskTier, keys: Sequence[bytes], held: int) -> list[Entry]:
-        """What follows on the disk what the device (the first `held` of `keys`) and the host have."""
+    def pages_on_disk(
+        self, disk: DiskTier, keys: Sequence[bytes], held: int, in_time: InTime | None = None
+    ) -> list[Entry]:
+        """What follows on the disk what the device (the first `held` of `keys`) and the host have. in_time: decides
+        instead, for who does not compute it here."""
         found = self._far(disk, keys, held)[1]
         nbytes = len(found) * self._page_bytes
+        if in_time is not None:
+            return found if in_time(nbytes) else []
         up_s = self._costs.copy_s("host", "up", nbytes) or 0.0
         return found if self._costs.fetch_pays("disk", nbytes, len(found) * PAGE_TOKENS, up_s) else []
 
     def state_on_disk(
-        self, disk: DiskTier, keys: Sequence[bytes], tokens: Sequence[int], held: int, resumed: int
+        self,
+        disk: DiskTier,
+        keys: Sequence[bytes],
+        tokens: Sequence[int],
+        held: int,
+        resumed: int,
+        in_time: InTime | None = None,
     ) -> tuple[list[Entry], TierState | None]:
         """The same for the longest state that can be resumed when something has come up from the disk: the pages it
         lacks, and itself where it is there. resumed: tokens that need not be run without that."""
@@ -71,8 +85,12 @@ class Hits:
             pages = far[: max(state.length // PAGE_TOKENS - above, 0)]
             on_disk = state.name not in near
             nbytes = len(pages) * self._page_bytes + on_disk * disk.state_bytes
-            up_s = self._costs.copy_s("host", "up", self._bytes_up(state, held)) or 0.0
-            if self._costs.fetch_pays("disk", nbytes, state.length - resumed, up_s):
+            if in_time is not None:
+                pays = in_time(nbytes)
+            else:
+                up_s = self._costs.copy_s("host", "up", self._bytes_up(state, held)) or 0.0
+                pays = self._costs.fetch_pays("disk", nbytes, state.length - resumed, up_s)
+            if pays:
                 return pages, state if on_disk else None
         return [], None
 

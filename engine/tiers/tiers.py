@@ -25,7 +25,7 @@ from engine.states import State, StateCache
 from engine.tiers.cost import Costs
 from engine.tiers.disk import Disk
 from engine.tiers.disk_tier import DiskTier, Upper
-from engine.tiers.hits import Hits
+from engine.tiers.hits import Hits, InTime
 from engine.tiers.index import Entry, TierIndex
 from engine.tiers.loads import Loaded, Loading, Loads
 from engine.tiers.policy import Options, Sightings
@@ -253,15 +253,23 @@ class Tiers:
         not decided that yet."""
         return self.disk.staging.known(seq) if self.disk is not None else False
 
-    def stage(self, seq: int, keys: Sequence[bytes], held: int, tokens: Sequence[int], resumed: int | None) -> None:
+    def stage(
+        self,
+        seq: int,
+        keys: Sequence[bytes],
+        held: int,
+        tokens: Sequence[int],
+        resumed: int | None,
+        in_time: InTime | None = None,
+    ) -> None:
         """Bring up from the disk what the prompt `tokens` had better wait for. held: of `keys`, how many are on the
-        device. resumed: tokens its state there has; None: it needs none."""
+        device. resumed: tokens its state there has; None: it needs none. in_time: see Hits."""
         disk = self.disk
         assert disk is not None
         if resumed is None:
-            found: tuple[list[Entry], TierState | None] = self.hits.pages_on_disk(disk, keys, held), None
+            found: tuple[list[Entry], TierState | None] = self.hits.pages_on_disk(disk, keys, held, in_time), None
         else:
-            found = self.hits.state_on_disk(disk, keys, tokens, held, resumed)
+            found = self.hits.state_on_disk(disk, keys, tokens, held, resumed, in_time)
         if found[0] or found[1]:
             disk.staging.start(seq, *found)
             disk.poll()

@@ -114,7 +114,7 @@ class OfferPrefixReply(_message.Message):
     token_count: _builtins.int
     """tokens [0, token_count) are offered; hybrids: the state is of exactly this length"""
     tier: _builtins.str
-    """"device", "host": where most of it lies"""
+    """"device", "host": where most of it lies (what was on disk has come up to the host)"""
     @_builtins.property
     def ticket(self) -> Global___SignedTicket:
         """absent: nothing here beyond first_token"""

@@ -33,7 +33,8 @@ class Holder:
         self.asked: list[Wanted] = []
         self.damage = ""
 
-    async def __call__(self, wanted: Wanted) -> Prefix | None:
+    async def __call__(self, wanted: Wanted, within_s: float) -> Prefix | None:
+        assert within_s > 0, "the caller's deadline came along"
         self.asked.append(wanted)
         if wanted.page_keys != KEYS or self.worker is None:
             return None
