@@ -64,6 +64,9 @@ def reserve(worker: Worker, leg: str, request: common_pb2.ReserveRequest) -> com
     key = leg_key(request.ref, leg)
     if request.remaining_ms == 0:
         raise DeadlineExceeded("the request has no time left")
+    if request.needs.prefill_tokens > worker.limits.max_model_len:  # it would be told to every router as this queue
+        limit = str(worker.limits.max_model_len)
+        raise InvalidRequest("no prompt is that long here", field="needs.prefill_tokens", limit=limit)
     needs = Needs(
         prompt_tokens=request.needs.prompt_tokens,
         headroom_tokens=request.needs.headroom_tokens,

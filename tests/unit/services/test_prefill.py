@@ -359,3 +359,14 @@ async def test_no_time_left_is_refused_before_anything_is_booked(s: Setup) -> No
     with pytest.raises(DeadlineExceeded):
         await s.service.Reserve(common_pb2.ReserveRequest(ref=ref()), None)  # type: ignore[arg-type]
     assert s.engine.reserved == {}
+
+
+@pytest.mark.parametrize("count", [2**64 - 1, 10**6])
+async def test_a_booking_of_more_work_than_a_context_is_refused(s: Setup, count: int) -> None:
+    """It was added to the queue that every message tells of: beyond 64 bits no message could be written, and each of
+    the worker's streams ended with an internal error."""
+    needs = common_pb2.Needs(prompt_tokens=20, prefill_tokens=count)
+    with pytest.raises(InvalidRequest) as caught:
+        await s.service.Reserve(common_pb2.ReserveRequest(ref=ref(), needs=needs, remaining_ms=9), None)  # type: ignore[arg-type]
+    assert caught.value.field == "needs.prefill_tokens"
+    assert s.engine.reserved == {}
