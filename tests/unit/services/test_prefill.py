@@ -10,7 +10,7 @@ from kvtransfer.types import First, LegKey
 from prefill_worker.service import PrefillService
 from protos.v1 import common_pb2
 from runtime.clock import FakeClock
-from runtime.errors import DeadlineExceeded, Draining
+from runtime.errors import DeadlineExceeded, Draining, InvalidRequest
 from tests.unit.services.fakes import EPOCH, Hold, ScriptedEngine, worker
 from tests.unit.services.streams import prefill_stream, ref, work
 
