@@ -24,14 +24,15 @@ def default_cache() -> Path:
 
 
 def library(source: Path, cache: Path, flags: Sequence[str] = (), link: Sequence[str] = ()) -> ctypes.CDLL:
-    """Build `source` unless that was done. Concurrent builders do not meet: each renames a finished file into place.
-    Raises NotBuilt, OSError."""
+    """Build `source`, which may include headers beside it, unless that was done. Concurrent builders do not meet: each
+    renames a finished file into place. Raises NotBuilt, OSError."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise NotBuilt("there is no g++")
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     options = [*FLAGS, *flags]
-    parts = (source.read_bytes(), " ".join(options).encode(), version, str(list(link)).encode(), _cpu())
+    text = [source, *sorted(source.parent.glob("*.h"))]
+    parts = (*(p.read_bytes() for p in text), " ".join(options).encode(), version, str(list(link)).encode(), _cpu())
     built = cache / f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
     if not built.exists():
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)

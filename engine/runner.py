@@ -12,12 +12,13 @@ import torch
 from engine.flops import CountedWeights, flops_of
 from engine.graphs import DecodeGraphs
 from engine.heap import keep_freed_memory
+from engine.kernels.cpu.build import Compiled, compiled, using
 from engine.kernels.decode_cpu import MAX_ROWS, CompiledDecoder
 from engine.kernels.ops import uses_triton
 from engine.layers.batch import Inputs
 from engine.layers.pools import Pools
-from engine.models.llama import LlamaModel
-from engine.models.registry import build, model_config
+from engine.models.llama import LlamaConfig, LlamaModel
+from engine.models.registry import ModelConfig, build, model_config
 from engine.native import default_cache
 from engine.plan import Logprob, Row, RowResult, StepPlan, StepResult
 from engine.runner_api import ModelSpec, RowsFailed
@@ -45,6 +46,7 @@ class RunnerOptions:
     compile: decode steps run in code compiled for this CPU, kept under compile_cache ("" = the user's cache folder).
     replay_len: decode steps of recurrent layers keep records and rewrite the state once every so many; 0 = every step.
     graph_rows: on a GPU decode steps of up to so many rows are CUDA graphs; 0 = none are.
+    fused: on a CPU the layers of hybrid models run decode rows in compiled code, where there is a compiler.
     """
 
     dtype: str = "auto"
@@ -56,6 +58,7 @@ class RunnerOptions:
     compile_cache: str = ""
     replay_len: int = 0
     graph_rows: int = 0
+    fused: bool = True
 
     @classmethod
     def of(cls, config: Config) -> RunnerOptions:
@@ -111,7 +114,9 @@ class TorchRunner:
         self._max_len = options.max_model_len or model.max_len
         self._eos = eos_token_ids
         counted = CountedWeights(source)
-        with torch.inference_mode():
+        self._compile_cache = Path(options.compile_cache) if options.compile_cache else default_cache()
+        self.layers_compiled = self._compiled_layers(model, options)
+        with torch.inference_mode(), using(self.layers_compiled):
             self._model = build(
                 model, counted, self._dtype, self._device, self._max_len, progress, compiled=options.compile
             )
@@ -127,10 +132,15 @@ class TorchRunner:
         self._min_rows = DETERMINISTIC_ROWS if options.deterministic else 1
         self._pools: Pools | None = None
         self._compile = options.compile
-        self._compile_cache = Path(options.compile_cache) if options.compile_cache else default_cache()
         self._decoder: CompiledDecoder | None = None
         self._graph_rows = options.graph_rows if uses_triton(self._device) and not options.deterministic else 0
         self._graphs: DecodeGraphs | None = None
+
+    def _compiled_layers(self, model: ModelConfig, options: RunnerOptions) -> Compiled | None:
+        """What hybrid models' layers run their decode rows with; None = tensor operations."""
+        if isinstance(model, LlamaConfig) or not options.fused or uses_triton(self._device):
+            return None
+        return compiled(self._compile_cache, products=not options.deterministic)
 
     def spec(self) -> ModelSpec:
         return ModelSpec(

@@ -214,12 +214,12 @@ def _words(values: Sequence[int]) -> npt.NDArray[np.int64]:
 def _load(cache: Path) -> ctypes.CDLL:
     """Raises Unsupported."""
     try:
-        return library(SOURCE, cache, FLAGS, _openmp_of_torch())
+        return library(SOURCE, cache, FLAGS, openmp_of_torch())
     except NotBuilt as error:
         raise Unsupported(f"the decode step cannot be compiled: {error}", field="compile") from error
 
 
-def _openmp_of_torch() -> list[str]:
+def openmp_of_torch() -> list[str]:
     """torch brings its own libgomp: a second one would bring a second, spinning pool of threads."""
     root = Path(torch.__file__).parent
     found = sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])

@@ -5,8 +5,9 @@ Tokens are sorted by expert, so each expert is one matmul over its rows and ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +45,19 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
     y = beta * torch.tanh(wide / beta) * torch.sigmoid(wide)
     y = y * (lifted if linear_beta is None else linear_beta * torch.tanh(lifted / linear_beta))
     return y.to(gate.dtype)
+
+
+class Matrix(Protocol):
+    """Of one expert, in a form of its own."""
+
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] -> [n, out_features]."""
+        ...
+
+
+Matrices = Tensor | Sequence[Matrix]
 
 
 def route_sigmoid(
@@ -90,8 +104,8 @@ def experts_mlp(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Matrices,
+    down: Matrices,
     activation: Activation,
     *,
     min_rows: int = 1,
@@ -99,8 +113,9 @@ def experts_mlp(
     """sum_j weights[t, j] * down[e] act(up[e] x[t]) with e = experts[t, j].
 
     x [T, hidden]; weights, experts [T, k]; up [E, 2 I, hidden] (gate rows, then up rows; [E, I, hidden] when not
-    gated), down [E, hidden, I]. min_rows: run an expert's matmul with at least so many rows (4 makes a row's bits
-    independent of how many others chose the expert). Returns [T, hidden] in x's dtype.
+    gated), down [E, hidden, I], or one matrix an expert. min_rows: run an expert's
+    matmul with at least so many rows (4 makes a row's bits independent of how many others chose the expert). Returns
+    [T, hidden] in x's dtype.
     """
     chosen = experts.flatten()
     order = torch.argsort(chosen, stable=True)
@@ -113,7 +128,9 @@ def experts_mlp(
     return torch.einsum("tkh,tk->th", placed.view(*experts.shape, x.shape[1]).float(), weights.float()).to(x.dtype)
 
 
-def _grouped(rows: Tensor, matrices: Tensor, bounds: list[int], min_rows: int) -> Tensor:
+def _grouped(rows: Tensor, matrices: Matrices, bounds: list[int], min_rows: int) -> Tensor:
+    if not isinstance(matrices, Tensor):
+        return _each(rows, matrices, bounds, min_rows)
     out = rows.new_empty(len(rows), matrices.shape[1])
     begin = 0
     for expert, end in enumerate(bounds):
@@ -122,6 +139,18 @@ def _grouped(rows: Tensor, matrices: Tensor, bounds: list[int], min_rows: int) -
         elif end > begin:
             padded = torch.nn.functional.pad(rows[begin:end], (0, 0, 0, min_rows - (end - begin)))
             out[begin:end] = (padded @ matrices[expert].t())[: end - begin]
+        begin = end
+    return out
+
+
+def _each(rows: Tensor, matrices: Sequence[Matrix], bounds: list[int], min_rows: int) -> Tensor:
+    out = rows.new_empty(len(rows), matrices[0].out_features)
+    begin = 0
+    for matrix, end in zip(matrices, bounds, strict=True):
+        if end > begin:
+            missing = max(0, min_rows - (end - begin))
+            part = torch.nn.functional.pad(rows[begin:end], (0, 0, 0, missing)) if missing else rows[begin:end]
+            out[begin:end] = matrix(part)[: end - begin]
         begin = end
     return out
 

@@ -9,15 +9,17 @@ Value heads are a multiple of q/k heads: value head i reads q/k head i // (value
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.cpu.recurrent import Convolution, Recurrence, recurrent_step
 from engine.kernels.ops import gated_rms_norm, softplus_gate
 from engine.layers.batch import StepBatch
 from engine.layers.linear import Linear
 from engine.layers.params import Params
-from engine.layers.state import ConvPart, LayerState, LinearSpec
+from engine.layers.state import ConvPart, Inputs, LayerState, LinearSpec, LinearStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +62,50 @@ class Gdn:
         self._a_log = params.fp32("A_log", c.value_heads)
         self._dt_bias = params.fp32("dt_bias", c.value_heads)
         self._norm = params.get("norm.weight", c.value_dim)
+        self._step = recurrent_step(self._recurrence())
         self._out = Linear(params.get("out_proj.weight", c.hidden, c.values))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch, state: LayerState) -> torch.Tensor:
         """x [T, hidden] normed input -> residual + output."""
-        c = self._config
         assert step.linear is not None
-        *qkv, z, b, a = torch.split(self._in(x), self._widths, -1)
+        projected = self._in(x)
+        z, b, a = torch.split(projected, self._widths, -1)[3:]
+        y = step.linear.run(self._step, state, (projected, a, b, z), functools.partial(self._plain, state))
+        return self._out.add_to(residual, y)
+
+    def _plain(self, state: LayerState, inputs: Inputs, linear: LinearStep) -> torch.Tensor:
+        c = self._config
+        projected, a, b, z = inputs
+        heads = (c.key_heads, c.key_heads, c.value_heads)
+        parts = torch.split(projected, self._widths, -1)[:3]
         q, k, v = (
-            step.linear.conv(part, weight, None, window).view(len(x), heads, -1)
-            for part, weight, window, heads in zip(
-                qkv, self._convs, state.convs, (c.key_heads, c.key_heads, c.value_heads), strict=True
-            )
+            linear.conv(part, weight, None, window).view(len(a), count, -1)
+            for part, weight, window, count in zip(parts, self._convs, state.convs, heads, strict=True)
         )
         g = softplus_gate(a, self._a_log, self._dt_bias)
-        beta = b.float().sigmoid()
-        o = step.linear.delta(q, k, v, g, beta, state, scale=c.key_dim**-0.5, l2norm=True)
-        opened = z.reshape(len(x), c.value_heads, c.value_dim)
-        y = gated_rms_norm(o, opened, self._norm, c.eps, activation="silu").flatten(1)
-        return self._out.add_to(residual, y)
+        o = linear.delta(q, k, v, g, b.float().sigmoid(), state, scale=c.key_dim**-0.5, l2norm=True)
+        opened = z.reshape(len(a), c.value_heads, c.value_dim)
+        return gated_rms_norm(o, opened, self._norm, c.eps, activation="silu").flatten(1)
+
+    def _recurrence(self) -> Recurrence:
+        c = self._config
+        columns = (0, c.keys, 2 * c.keys)
+        q, k, v = (Convolution(weight, None, at) for weight, at in zip(self._convs, columns, strict=True))
+        return Recurrence(
+            heads=c.value_heads,
+            key_heads=c.key_heads,
+            key_dim=c.key_dim,
+            value_dim=c.value_dim,
+            q=q,
+            k=k,
+            v=v,
+            decay="softplus",
+            a_log=self._a_log,
+            dt_bias=self._dt_bias,
+            norm=self._norm,
+            eps=c.eps,
+            scale=c.key_dim**-0.5,
+        )
 
 
 def _projections(c: GdnConfig, params: Params) -> torch.Tensor:

@@ -9,15 +9,17 @@ out = Wo (rms_norm(o) * sigmoid(gate));  gate = Wg2 Wg1 x, or one full-rank matr
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.cpu.recurrent import Convolution, Recurrence, recurrent_step
 from engine.kernels.ops import bounded_gate, gated_rms_norm, softplus_gate
 from engine.layers.batch import StepBatch
 from engine.layers.linear import Linear
 from engine.layers.params import Params
-from engine.layers.state import ConvPart, LayerState, LinearSpec
+from engine.layers.state import ConvPart, Inputs, LayerState, LinearSpec, LinearStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Kda:
         self._a_log = _decay_rates(params, c.heads)
         self._dt_bias = params.fp32("forget_gate.dt_bias", size).view(c.heads, c.head_dim)
         self._norm = params.get("o_norm.weight", c.head_dim)
+        self._step = recurrent_step(self._recurrence())
         self._out = Linear(params.get("o_proj.weight", c.hidden, size))
 
     def __call__(
@@ -69,23 +72,48 @@ class Kda:
 
     def mixed(self, x: torch.Tensor, step: StepBatch, state: LayerState) -> torch.Tensor:
         """The layer without its output projection: [T, heads * head_dim]."""
-        c = self._config
         assert step.linear is not None
-        q, k, v = (
-            step.linear.conv(part, weight, None, window).view(len(x), c.heads, c.head_dim)
-            for part, weight, window in zip(self._qkv(x).chunk(3, -1), self._convs, state.convs, strict=True)
-        )
         forget, beta, *gate = torch.split(self._low(x), self._low_widths, -1)
-        o = step.linear.delta(
-            q, k, v, self._decay(forget), beta.float().sigmoid(), state, scale=c.head_dim**-0.5, l2norm=True
-        )
-        opened = self._gate(x if c.full_rank_gate else gate[0].contiguous()).view_as(o)
-        return gated_rms_norm(o, opened, self._norm, c.eps, activation="sigmoid").flatten(1)
+        opened = self._gate(x if self._config.full_rank_gate else gate[0].contiguous())
+        inputs = (self._qkv(x), self._forget(forget.contiguous()), beta, opened)
+        return step.linear.run(self._step, state, inputs, functools.partial(self._plain, state))
 
-    def _decay(self, low: torch.Tensor) -> torch.Tensor:
-        """log decay [T, heads, head_dim]."""
+    def _plain(self, state: LayerState, inputs: Inputs, linear: LinearStep) -> torch.Tensor:
         c = self._config
-        raw = self._forget(low.contiguous()).view(-1, c.heads, c.head_dim)
+        qkv, raw, beta, gate = inputs
+        q, k, v = (
+            linear.conv(part, weight, None, window).view(len(qkv), c.heads, c.head_dim)
+            for part, weight, window in zip(qkv.chunk(3, -1), self._convs, state.convs, strict=True)
+        )
+        decay = self._decay(raw.view(-1, c.heads, c.head_dim))
+        o = linear.delta(q, k, v, decay, beta.float().sigmoid(), state, scale=c.head_dim**-0.5, l2norm=True)
+        return gated_rms_norm(o, gate.view_as(o), self._norm, c.eps, activation="sigmoid").flatten(1)
+
+    def _recurrence(self) -> Recurrence:
+        c = self._config
+        size = c.heads * c.head_dim
+        q, k, v = (Convolution(weight, None, i * size) for i, weight in enumerate(self._convs))
+        return Recurrence(
+            heads=c.heads,
+            key_heads=c.heads,
+            key_dim=c.head_dim,
+            value_dim=c.head_dim,
+            q=q,
+            k=k,
+            v=v,
+            decay="softplus" if c.lower_bound is None else "bounded",
+            a_log=self._a_log,
+            dt_bias=self._dt_bias,
+            norm=self._norm,
+            eps=c.eps,
+            low=c.lower_bound or 0.0,
+            scale=c.head_dim**-0.5,
+            sigmoid_gate=True,
+        )
+
+    def _decay(self, raw: torch.Tensor) -> torch.Tensor:
+        """raw [T, heads, head_dim] -> log decay."""
+        c = self._config
         if c.lower_bound is None:
             return softplus_gate(raw, self._a_log, self._dt_bias)
         return bounded_gate(raw, self._a_log, self._dt_bias, c.lower_bound)

@@ -9,15 +9,17 @@ B and C are shared by the heads of a group. In the terms of engine.layers.state:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.cpu.recurrent import Convolution, Recurrence, recurrent_step
 from engine.kernels.ops import gated_rms_norm, mamba2_gate
 from engine.layers.batch import StepBatch
 from engine.layers.linear import Linear
 from engine.layers.params import Params
-from engine.layers.state import ConvPart, LayerState, LinearSpec
+from engine.layers.state import ConvPart, Inputs, LayerState, LinearSpec, LinearStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Mamba2:
         self._dt_bias = params.fp32("dt_bias", c.heads)
         self._skip = params.fp32("D", c.heads)
         self._norm = params.get("norm.weight", c.inner)
+        self._step = recurrent_step(self._recurrence())
         self._out = Linear(
             params.get("out_proj.weight", c.hidden, c.inner), params.get("out_proj.bias", c.hidden) if c.bias else None
         )
@@ -80,16 +83,27 @@ class Mamba2:
         """h [T, hidden] normed input -> residual + output."""
         c = self._config
         assert step.linear is not None
-        z, *parts, raw = torch.split(self._in(h), self._widths, -1)
+        projected = self._in(h)
+        z, raw = projected[:, : c.inner], projected[:, -c.heads :]
+        y = step.linear.run(self._step, state, (projected, raw, raw, z), functools.partial(self._plain, state))
+        if c.multiplier == 1.0:
+            return self._out.add_to(residual, y)
+        return residual + self._out(y) * c.multiplier
+
+    def _plain(self, state: LayerState, inputs: Inputs, linear: LinearStep) -> torch.Tensor:
+        c = self._config
+        projected, raw, _, z = inputs
+        count = len(projected)
+        parts = torch.split(projected, self._widths, -1)[1:-1]
         x, b, q = (
-            step.linear.conv(part, weight, bias, window)
+            linear.conv(part, weight, bias, window)
             for part, weight, bias, window in zip(parts, self._convs, self._conv_biases, state.convs, strict=True)
         )
         g, dt = mamba2_gate(raw, self._a_log, self._dt_bias, *c.dt_limits)
-        y = step.linear.delta(
-            q.view(len(h), c.groups, c.state_dim),
-            b.view(len(h), c.groups, c.state_dim),
-            x.view(len(h), c.heads, c.head_dim),
+        y = linear.delta(
+            q.view(count, c.groups, c.state_dim),
+            b.view(count, c.groups, c.state_dim),
+            x.view(count, c.heads, c.head_dim),
             g,
             dt,
             state,
@@ -98,7 +112,33 @@ class Mamba2:
             skip=self._skip,
         )
         group = c.inner // c.groups
-        y = gated_rms_norm(y.flatten(1), z, self._norm, c.eps, activation="silu", gate_first=True, group=group)
-        if c.multiplier == 1.0:
-            return self._out.add_to(residual, y)
-        return residual + self._out(y) * c.multiplier
+        return gated_rms_norm(y.flatten(1), z, self._norm, c.eps, activation="silu", gate_first=True, group=group)
+
+    def _recurrence(self) -> Recurrence:
+        c = self._config
+        columns = (c.inner, 2 * c.inner, 2 * c.inner + c.shared)
+        x, b, q = (
+            Convolution(weight, bias, at)
+            for weight, bias, at in zip(self._convs, self._conv_biases, columns, strict=True)
+        )
+        return Recurrence(
+            heads=c.heads,
+            key_heads=c.groups,
+            key_dim=c.state_dim,
+            value_dim=c.head_dim,
+            q=q,
+            k=b,
+            v=x,
+            decay="step",
+            a_log=self._a_log,
+            dt_bias=self._dt_bias,
+            norm=self._norm,
+            eps=c.eps,
+            low=c.dt_limits[0],
+            high=c.dt_limits[1],
+            normalised=False,
+            corrected=False,
+            skip=self._skip,
+            gate_first=True,
+            windows=(2, 1, 0),
+        )

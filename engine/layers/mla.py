@@ -7,16 +7,23 @@ The part p exists although nothing is rotated. Decode absorbs Wk and Wv and atte
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.cpu.build import current
+from engine.kernels.cpu.latent import LatentAttention
 from engine.kernels.mla import mla_absorb, mla_expand
+from engine.kernels.mla_plan import PagedPlan
 from engine.kernels.ops import mla_decode, mla_prefill, mla_store
 from engine.layers.batch import StepBatch
+from engine.layers.latent import LatentStep
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.params import Params
+
+NOTHING = PagedPlan.build([], [], [])  # no rows
 
 LATENT_EPS = 1e-6  # of the norms inside the low-rank projections, whatever the model's own
 
@@ -62,6 +69,7 @@ class Mla:
         up = params.get("kv_b_proj.weight", c.heads * (c.plain + c.value_dim), c.latent)
         up_key, up_value = torch.split(up.view(c.heads, -1, c.latent), [c.plain, c.value_dim], 1)
         self._up_key, self._up_value = up_key.contiguous(), up_value.contiguous()
+        self._compiled = self._decoder()
         inner = c.heads * c.value_dim
         self._gate = Linear(params.get("g_proj.weight", inner, c.hidden)) if c.output_gate else None
         self._out = Linear(
@@ -77,21 +85,46 @@ class Mla:
 
     def mixed(self, x: torch.Tensor, step: StepBatch, cache: torch.Tensor) -> torch.Tensor:
         """The layer without its output projection: [T, heads * value_dim]."""
-        c = self._config
-        assert step.latent is not None
-        q, latent, shared = torch.split(self._first(x), self._split, -1)
+        first = self._first(x)
+        q, kv = first[:, : self._split[0]], first[:, self._split[0] :]
         if self._query:
             norm, up = self._query
             q = up(norm(q))
+        attended = self._run(q, kv, step, cache)
+        return attended if self._gate is None else attended * torch.sigmoid(self._gate(x))
+
+    def _decoder(self) -> LatentAttention | None:
+        compiled, norm = current(), self._latent_norm.weight
+        if compiled is None:
+            return None
+        return LatentAttention(
+            compiled, norm, self._up_key, self._up_value, self._config.shared, LATENT_EPS, self._scale
+        )
+
+    def _run(self, q: torch.Tensor, kv: torch.Tensor, step: StepBatch, cache: torch.Tensor) -> torch.Tensor:
+        """Queries [T, heads * ...] and new rows of the cache, [latent before its norm | shared]: -> [T, heads * V]."""
+        assert step.latent is not None
+        at = step.latent.decode.tokens
+        if self._compiled is None or not at:
+            return self._plain(q, kv, step, cache)
+        done = self._compiled(q[:at], kv[:at], cache, step.latent.decode)
+        if at == len(q):
+            return done
+        rest = LatentStep(NOTHING, step.latent.prefill)
+        return torch.cat((done, self._plain(q[at:], kv[at:], dataclasses.replace(step, latent=rest), cache)))
+
+    def _plain(self, q: torch.Tensor, kv: torch.Tensor, step: StepBatch, cache: torch.Tensor) -> torch.Tensor:
+        c = self._config
+        assert step.latent is not None
+        latent, shared = torch.split(kv, self._split[1:], -1)
         rows = torch.cat((self._latent_norm(latent), shared), -1)
-        q = q.reshape(len(x), c.heads, -1)
+        q = q.reshape(len(q), c.heads, -1)
         decoding = step.latent.decode.tokens
         if decoding:
             mla_store(rows[:decoding], cache, step.latent.decode)
-        if decoding < len(x):
+        if decoding < len(q):
             mla_store(rows[decoding:], cache, step.latent.prefill)
-        attended = self._attend(q, cache, step).flatten(1)
-        return attended if self._gate is None else attended * torch.sigmoid(self._gate(x))
+        return self._attend(q, cache, step).flatten(1)
 
     def _attend(self, q: torch.Tensor, cache: torch.Tensor, step: StepBatch) -> torch.Tensor:
         """q [T, heads, plain + shared] -> [T, heads, value_dim]."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.moe import MXFP4_GROUP, Activation, dequantise_mxfp4
-from engine.kernels.ops import experts_mlp, route_sigmoid, route_softmax
+from engine.kernels.ops import route_sigmoid, route_softmax
 from engine.layers.batch import StepBatch
+from engine.layers.experts import Experts, Mlp
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.params import Params
@@ -16,21 +17,12 @@ from engine.layers.params import Params
 SILU = Activation()
 
 
-class GatedMlp:
+class GatedMlp(Mlp):
     """down(act(gate x) * up x)."""
 
     def __init__(self, hidden: int, inner: int, params: Params, activation: Activation = SILU) -> None:
-        self._gate_up = Linear(params.cat(["gate_proj.weight", "up_proj.weight"], [inner, inner], hidden))
-        self._down = Linear(params.get("down_proj.weight", hidden, inner))
-        self._activation = activation
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
-        """x [T, hidden] normed input -> residual + output."""
-        return self._down.add_to(residual, self._activation(self._gate_up(x)))
-
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """The output alone."""
-        return self._down(self._activation(self._gate_up(x)))
+        gate_up = Linear(params.cat(["gate_proj.weight", "up_proj.weight"], [inner, inner], hidden))
+        super().__init__(gate_up, Linear(params.get("down_proj.weight", hidden, inner)), activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +49,13 @@ class SigmoidMoe:
         self._config = config
         self._router = Linear(params.fp32("gate.weight", c.experts, c.hidden))
         self._bias = params.fp32("gate.e_score_correction_bias", c.experts)
-        self._up, self._down = expert_weights(params, c.experts, c.hidden, c.inner)
-        self._shared = None
-        if c.shared:
-            self._shared = GatedMlp(c.hidden, c.shared, params.under("shared_experts."), c.activation)
+        shared = GatedMlp(c.hidden, c.shared, params.under("shared_experts."), c.activation) if c.shared else None
+        self._experts = Experts(*expert_weights(params, c.experts, c.hidden, c.inner), c.activation, shared)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
         """x [T, hidden] normed input -> residual + output."""
         c = self._config
-        weights, experts = route_sigmoid(
+        routed = route_sigmoid(
             self._router(x.float()),
             self._bias,
             c.top_k,
@@ -74,8 +64,7 @@ class SigmoidMoe:
             renormalise=c.renormalise,
             scaling=c.scaling,
         )
-        routed = experts_mlp(x, weights, experts, self._up, self._down, c.activation, min_rows=step.min_rows)
-        return residual + routed if self._shared is None else self._shared(x, residual + routed, step)
+        return self._experts(x, residual, routed, step)
 
 
 class LatentMoe:
@@ -92,7 +81,7 @@ class LatentMoe:
         self._narrow = Linear(params.get("routed_expert_down_proj.weight", latent, c.hidden))
         self._widen = Linear(params.get("routed_expert_up_proj.weight", c.hidden, latent))
         self._norm = None if norm_eps is None else RMSNorm(params.get("routed_expert_norm.weight", latent), norm_eps)
-        self._up, self._down = expert_weights(params, c.experts, latent, c.inner)
+        self._experts = Experts(*expert_weights(params, c.experts, latent, c.inner), c.activation)
         self._shared = None
         if c.shared:
             self._shared = GatedMlp(c.hidden, c.shared, params.under("shared_experts."), c.activation)
@@ -100,7 +89,7 @@ class LatentMoe:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
         """x [T, hidden] normed input -> residual + output."""
         c = self._config
-        weights, experts = route_sigmoid(
+        routed = route_sigmoid(
             self._router(x.float()),
             self._bias,
             c.top_k,
@@ -109,9 +98,9 @@ class LatentMoe:
             renormalise=c.renormalise,
             scaling=c.scaling,
         )
-        y = experts_mlp(self._narrow(x), weights, experts, self._up, self._down, c.activation, min_rows=step.min_rows)
+        y = self._experts(self._narrow(x), None, routed, step)
         y = self._widen.add_to(residual, y if self._norm is None else self._norm(y))
-        return y if self._shared is None else self._shared(x, y, step)
+        return y if self._shared is None else self._shared(x, y)
 
 
 class SoftmaxMoe:
@@ -121,21 +110,18 @@ class SoftmaxMoe:
         c = config
         self._config = config
         self._router = Linear(params.get("gate.weight", c.experts, c.hidden))
-        self._up, self._down = expert_weights(params, c.experts, c.hidden, c.inner)
-        self._shared = None
+        self._opener, shared = None, None
         if c.shared:
-            opener = Linear(params.get("shared_expert_gate.weight", 1, c.hidden))
-            self._shared = (opener, GatedMlp(c.hidden, c.shared, params.under("shared_expert."), c.activation))
+            self._opener = Linear(params.get("shared_expert_gate.weight", 1, c.hidden))
+            shared = GatedMlp(c.hidden, c.shared, params.under("shared_expert."), c.activation)
+        self._experts = Experts(*expert_weights(params, c.experts, c.hidden, c.inner), c.activation, shared)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
         """x [T, hidden] normed input -> residual + output."""
         c = self._config
-        weights, experts = route_softmax(self._router(x), c.top_k, renormalise=c.renormalise, scaling=c.scaling)
-        routed = experts_mlp(x, weights, experts, self._up, self._down, c.activation, min_rows=step.min_rows)
-        if self._shared is None:
-            return residual + routed
-        opener, expert = self._shared
-        return residual + routed + torch.sigmoid(opener(x)) * expert.inner(x)
+        routed = route_softmax(self._router(x), c.top_k, renormalise=c.renormalise, scaling=c.scaling)
+        opened = None if self._opener is None else torch.sigmoid(self._opener(x)).float().squeeze(1)
+        return self._experts(x, residual, routed, step, opened)
 
 
 def expert_weights(params: Params, experts: int, hidden: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,11 +14,13 @@ that was written by somebody else in between (a transfer, a prefill) has none wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 import torch
 
+from engine.kernels.cpu.recurrent import RecurrentStep
 from engine.kernels.delta_chunk_plan import ChunkPlan
 from engine.kernels.ops import conv_decode, conv_prefill, delta_chunk, delta_decode, replay_decode, replay_materialise
 from engine.kernels.replay import Ring, pre_decay_fits
@@ -29,6 +31,11 @@ STEADY_ROWS = 32
 multiple of so many rows nothing is left over, so a row's bits do not depend on how many rows there are."""
 
 Kind = Literal["kda", "gdn", "mamba2"]
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""What the recurrence of a layer reads: q, k and v before their convolutions, decay, beta and output gate."""
+
+Plain = Callable[[Inputs, "LinearStep"], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,21 @@ class LinearStep:
     plan: ChunkPlan
     null_rows: int = 0
     replay: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def run(self, compiled: RecurrentStep | None, state: LayerState, inputs: Inputs, plain: Plain) -> torch.Tensor:
+        """A layer's rows: those that decode by its compiled step where there is one, the others by `plain`. inputs: as
+        RecurrentStep takes them, [T, ...]; plain gets them with the step that goes through its rows."""
+        at = len(self.slots)
+        if compiled is None or not at or self.replay is not None:
+            return plain(inputs, self)
+        q, k, v = (state.convs[i] for i in compiled.windows)
+        done = compiled(state.recurrent, (q, k, v), self.slots, *(x[:at] for x in inputs))
+        if at == len(inputs[0]):
+            return done
+        if not self.plan.tokens:
+            return torch.cat((done, done.new_zeros(len(inputs[0]) - at, done.shape[1])))
+        x, raw, beta, gate = (each[at:] for each in inputs)
+        return torch.cat((done, plain((x, raw, beta, gate), LinearStep(self.slots[:0], self.plan))))
 
     def conv(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from engine.kernels.ops import experts_mlp, route_softmax
+from engine.kernels.ops import route_softmax
 from engine.layers.batch import StepBatch
+from engine.layers.experts import Experts, Mlp
 from engine.layers.gqa import Gqa, GqaConfig, RopeAt
 from engine.layers.linear import Linear
 from engine.layers.mamba2 import Mamba2, Mamba2Config
@@ -137,20 +138,24 @@ class FeedForward:
     def __init__(self, config: GraniteHybridConfig, params: Params) -> None:
         c, shared = config, config.shared
         self._moe = c.moe
+        self._shared = Mlp(
+            Linear(params.get("shared_mlp.input_linear.weight", 2 * shared, c.hidden)),
+            Linear(params.get("shared_mlp.output_linear.weight", c.hidden, shared)),
+            SILU,
+        )
         self._multiplier = c.residual_multiplier
         if c.moe is not None:
             at = params.under("block_sparse_moe.")
             self._router = Linear(at.get("router.weight", c.moe.experts, c.hidden))
-            self._up = at.get("experts.gate_up_proj", c.moe.experts, 2 * c.moe.inner, c.hidden)
-            self._down = at.get("experts.down_proj", c.moe.experts, c.hidden, c.moe.inner)
-        self._shared_up = Linear(params.get("shared_mlp.input_linear.weight", 2 * shared, c.hidden))
-        self._shared_down = Linear(params.get("shared_mlp.output_linear.weight", c.hidden, shared))
+            up = at.get("experts.gate_up_proj", c.moe.experts, 2 * c.moe.inner, c.hidden)
+            down = at.get("experts.down_proj", c.moe.experts, c.hidden, c.moe.inner)
+            self._experts = Experts(up, down, SILU, self._shared)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
-        y = self._shared_down(SILU(self._shared_up(x)))
-        if self._moe is not None:
-            weights, experts = route_softmax(self._router(x), self._moe.top_k)
-            y = y + experts_mlp(x, weights, experts, self._up, self._down, SILU, min_rows=step.min_rows)
+        if self._moe is None:
+            y = self._shared(x)
+        else:
+            y = self._experts(x, None, route_softmax(self._router(x), self._moe.top_k), step)
         return residual + y * self._multiplier
 
 

@@ -15,8 +15,9 @@ import torch
 from torch.nn import functional as F
 
 from engine.kernels.moe import Activation
-from engine.kernels.ops import experts_mlp, route_sigmoid
+from engine.kernels.ops import route_sigmoid
 from engine.layers.batch import StepBatch
+from engine.layers.experts import Experts, Mlp
 from engine.layers.gqa import Gqa, GqaConfig
 from engine.layers.linear import Linear
 from engine.layers.mamba2 import Mamba2, Mamba2Config
@@ -135,15 +136,10 @@ def _moe_config(config: Mapping[str, Any], hidden: int) -> MoeConfig:
     )
 
 
-class Mlp:
-    """down(relu(up x)^2)."""
-
-    def __init__(self, hidden: int, inner: int, bias: bool, params: Params) -> None:
-        self._up = _linear(params, "up_proj", inner, hidden, bias)
-        self._down = _linear(params, "down_proj", hidden, inner, bias)
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._down.add_to(residual, RELU2(self._up(x)))
+def _mlp(hidden: int, inner: int, bias: bool, params: Params) -> Mlp:
+    """down(relu(up x)^2)"""
+    up = _linear(params, "up_proj", inner, hidden, bias)
+    return Mlp(up, _linear(params, "down_proj", hidden, inner, bias), RELU2)
 
 
 class Moe:
@@ -154,17 +150,18 @@ class Moe:
         self._config = config
         self._router = Linear(params.fp32("gate.weight", c.experts, c.hidden))
         self._bias = params.fp32("gate.e_score_correction_bias", c.experts)
-        self._up = _experts(params, "up_proj", c.experts, c.inner, width)
-        self._down = _experts(params, "down_proj", c.experts, width, c.inner)
+        up = _experts(params, "up_proj", c.experts, c.inner, width)
+        down = _experts(params, "down_proj", c.experts, width, c.inner)
+        self._shared = _mlp(c.hidden, c.shared, bias, params.under("shared_experts."))
+        self._experts = Experts(up, down, c.activation, None if latent else self._shared)
         self._latent = None
         if latent:
             narrow = _linear(params, "fc1_latent_proj", latent, c.hidden, bias)
             self._latent = (narrow, _linear(params, "fc2_latent_proj", c.hidden, latent, bias))
-        self._shared = Mlp(c.hidden, c.shared, bias, params.under("shared_experts."))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
         c = self._config
-        weights, experts = route_sigmoid(
+        routed = route_sigmoid(
             self._router(x.float()),
             self._bias,
             c.top_k,
@@ -173,10 +170,10 @@ class Moe:
             renormalise=c.renormalise,
             scaling=c.scaling,
         )
-        z = x if self._latent is None else self._latent[0](x)
-        z = experts_mlp(z, weights, experts, self._up, self._down, c.activation, min_rows=step.min_rows)
-        residual = residual + z if self._latent is None else self._latent[1].add_to(residual, z)
-        return self._shared(x, residual)
+        if self._latent is None:
+            return self._experts(x, residual, routed, step)
+        narrow, widen = self._latent
+        return self._shared(x, widen.add_to(residual, self._experts(narrow(x), None, routed, step)))
 
 
 def _linear(params: Params, name: str, rows: int, columns: int, bias: bool) -> Linear:
@@ -204,7 +201,7 @@ class Layer:
         elif kind == "attention":
             self._mixer = Gqa(c.attention, index, mixer)
         elif kind == "mlp":
-            self._mixer = Mlp(c.hidden, c.inner, c.mlp_bias, mixer)
+            self._mixer = _mlp(c.hidden, c.inner, c.mlp_bias, mixer)
         else:
             assert c.moe is not None
             self._mixer = Moe(c.moe, c.latent, c.mlp_bias, mixer)

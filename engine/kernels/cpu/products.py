@@ -1,0 +1,141 @@
+"""Matrix products of few rows, and whole feed-forward parts, over weights that oneDNN has packed. fp32."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.build import Compiled
+from engine.kernels.moe import Activation
+
+MAX_ROWS = 32
+"""Beyond, a product is bound by arithmetic, and oneDNN's kernels for that are as good."""
+
+_PANEL, _INPUTS = 64, 16
+_KINDS = {"silu": 0, "situ": 1, "relu2": 2}
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+    )
+
+
+class _Experts(ctypes.Structure):
+    _fields_ = (
+        ("up", ctypes.POINTER(_Linear)),
+        ("down", ctypes.POINTER(_Linear)),
+        ("all_up", ctypes.POINTER(_Linear)),
+        ("all_down", ctypes.POINTER(_Linear)),
+        ("count", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("beta", ctypes.c_float),
+        ("linear_beta", ctypes.c_float),
+    )
+
+
+class Product:
+    """y = x Wᵀ + b for at most MAX_ROWS rows. Keeps alive what it reads."""
+
+    def __init__(self, compiled: Compiled, packed: Tensor, bias: Tensor | None, out: int, inputs: int) -> None:
+        """packed: what torch.ops.mkldnn._reorder_linear_weight made, of the layout that in_panels() has checked."""
+        self._kept = packed, bias
+        self.bound = _Linear(torch.ops.mkldnn.data_ptr(packed), None if bias is None else bias.data_ptr(), out, inputs)
+        self._address = ctypes.addressof(self.bound)
+        self._out = out
+        self._run = compiled.products_library.pdserve_linear
+        self._run.restype = None
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._run.argtypes = [pointer, pointer, number, number, pointer, number, pointer, number, number]
+        self.compiled = compiled
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """x [T, in], add [T, out], rows of any stride -> [T, out]."""
+        y = x.new_empty((len(x), self._out))
+        other, stride = (None, 0) if add is None else (add.data_ptr(), add.stride(0))
+        self._run(
+            self._address, x.data_ptr(), x.stride(0), len(x), other, stride, y.data_ptr(), self._out,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return y
+
+
+class FeedForward:
+    """Experts of which each row takes some, and one part that every row takes, in one call."""
+
+    def __init__(
+        self,
+        ups: Sequence[Product],
+        downs: Sequence[Product],
+        shared: tuple[Product, Product] | None,
+        activation: Activation,
+    ) -> None:
+        """ups, downs: of each expert (none: only the shared part). shared: up and down."""
+        first = ups[0] if ups else (shared or ups)[0]
+        self._kept = ups, downs, shared
+        self._ups = (_Linear * max(len(ups), 1))(*(p.bound for p in ups))
+        self._downs = (_Linear * max(len(downs), 1))(*(p.bound for p in downs))
+        up, down = (ctypes.pointer(p.bound) for p in shared) if shared else (None, None)
+        self._bound = _Experts(
+            self._ups, self._downs, up, down, len(ups),
+            _KINDS[activation.kind], activation.beta, activation.linear_beta or 0.0,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self._bound)
+        self._out = (downs[0] if downs else (shared or downs)[1]).bound.out
+        self._run = first.compiled.products_library.pdserve_experts
+        self._run.restype = None
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._run.argtypes = [
+            pointer, pointer, number, number, pointer, pointer, number, pointer, pointer, number, pointer, number
+        ]  # fmt: skip
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        routed: tuple[Tensor, Tensor] | None = None,
+        add: Tensor | None = None,
+        shared_weights: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, in] -> [T, out] = add + the weighted experts + the shared part. routed: weights fp32 and experts int64,
+        both [T, k] contiguous; shared_weights [T] fp32."""
+        y = x.new_empty((len(x), self._out))
+        weights, chosen, k = (
+            (None, None, 0) if routed is None else (*(t.data_ptr() for t in routed), routed[0].shape[1])
+        )
+        other, stride = (None, 0) if add is None else (add.data_ptr(), add.stride(0))
+        self._run(
+            self._address, x.data_ptr(), x.stride(0), len(x), chosen, weights, k,
+            None if shared_weights is None else shared_weights.data_ptr(), other, stride, y.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return y
+
+
+_checked: dict[tuple[int, int], bool] = {}
+
+
+def in_panels(packed: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN packs weights of this shape as these functions read them. (It chooses by shape and CPU.)"""
+    if weight.dtype != torch.float32 or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return False
+    shape = (weight.shape[0], weight.shape[1])
+    if shape not in _checked:
+        _checked[shape] = _is_in_panels(packed, weight)
+    return _checked[shape]
+
+
+def _is_in_panels(packed: Tensor, weight: Tensor) -> bool:
+    out, inputs = weight.shape
+    expected = torch.nn.functional.pad(weight, (0, -inputs % _INPUTS, 0, -out % _PANEL))
+    expected = expected.view(-1, _PANEL, expected.shape[1]).transpose(1, 2).contiguous()
+    if torch.ops.mkldnn._nbytes(packed) != expected.numel() * expected.element_size():
+        return False
+    found = ctypes.string_at(torch.ops.mkldnn.data_ptr(packed), expected.numel() * expected.element_size())
+    return torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32), expected.flatten())
