@@ -44,9 +44,13 @@ async def test_one_corrupted_byte_is_detected_and_the_source_let_go(pair: tuple[
     await ended(source, State.RELEASED)
 
 
-async def test_a_byte_corrupted_at_the_fail_point_is_detected(pair: tuple[Worker, Worker]) -> None:
+@pytest.mark.parametrize(("skip", "component"), [(0, "kv"), (1, "recurrent")])
+async def test_a_byte_corrupted_at_the_fail_point_is_detected(
+    pair: tuple[Worker, Worker], skip: int, component: str
+) -> None:
+    """In a page, and in the state: each is checked by itself."""
     source, reader = pair
-    with faults.armed("kv.bytes=corrupt:0*1"), pytest.raises(ChecksumMismatch):
+    with faults.armed(f"kv.bytes=corrupt:0*1@{skip}"), pytest.raises(ChecksumMismatch, match=component):
         await pull(reader, source, computed(source), reader.destination(MINE, TOKENS))
 
 

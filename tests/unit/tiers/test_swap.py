@@ -39,8 +39,9 @@ def test_a_request_swapped_at_any_step_says_the_same(step: int, sampling: dict[s
     lab.baseline()
 
 
-def test_nothing_is_computed_again_after_a_swap() -> None:
-    lab = TierLab(pages=20)
+@pytest.mark.parametrize("state", [False, True])
+def test_nothing_is_computed_again_after_a_swap(state: bool) -> None:
+    lab = TierLab(pages=20, state=state, changes={"host_pool_tokens": 512})
     key = lab.submit(request("a", prompt(70), max_tokens=40))
     lab.turns(20)
     swap(lab, "a")
