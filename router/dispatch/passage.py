@@ -269,7 +269,8 @@ class Passage(Seats):
         forecast = self.plan.placement.forecast if self.plan is not None else Forecast()
         planner.prefilled(worker, len(self.piece.tokens), times, forecast, self._took_s)
         if self._fetch_from:
-            planner.fetched(self._fetch_from, worker, times)
+            fetch = self.plan.placement.fetch if self.plan is not None else None
+            planner.fetched(self._fetch_from, worker, times, fetch.lifted if fetch is not None else 0.0)
 
     def flush(self) -> None:
         """Everything held back, tokens of a choice that follow each other as one."""

@@ -1,7 +1,8 @@
 """Bringing a prefix to where it is short, instead of computing it there: who has it, and what that takes.
 
-Any worker's device or host memory is a source, a decode worker's too: that is how the end of a conversation comes back
-to a prefill worker. A fetch runs while the prompt waits in its worker's queue, so it costs what is longer of the two.
+Any worker's cache is a source, a decode worker's too: that is how the end of a conversation comes back to a prefill
+worker. What lies on its disk it reads up to its host first, which is a part of the fetch. A fetch runs while the prompt
+waits in its worker's queue, so it costs what is longer of the two.
 It is worth considering when it spares a page or more; it is bounded on both sides, since its source pins cached pages
 for it and its target holds room.
 """
@@ -23,11 +24,16 @@ Holder = tuple[int, WorkerView]
 
 
 def offered(hit: Hit, worker: WorkerView) -> int:
-    """Tokens of a hit that another worker can be given: what lies on the device or on the host; with a state, all of it
-    or nothing."""
+    """Tokens of a hit that another worker can be given; with a state, all of it or nothing."""
     if worker.state_bytes:
-        return hit.resume if hit.resume - hit.host < PAGE_TOKENS and hit.state != "disk" else 0
-    return min(hit.resume, hit.host)
+        return hit.resume if hit.resume - hit.kv < PAGE_TOKENS else 0
+    return min(hit.resume, hit.kv)
+
+
+def on_disk(hit: Hit, worker: WorkerView, tokens: int) -> float:
+    """Bytes of the first `tokens` tokens, and of the state there, that the worker would read from its disk."""
+    pages = max(tokens - max(hit.host, hit.device), 0) if tokens - hit.host >= PAGE_TOKENS else 0
+    return pages * worker.bytes_per_token + (worker.state_bytes if hit.state == "disk" else 0.0)
 
 
 def holders(request: RequestView, workers: Sequence[WorkerView]) -> list[Holder]:
@@ -60,8 +66,10 @@ def best(
         held = min(request.hit(target).device, usable)
         size = (usable - held) * source.bytes_per_token + source.state_bytes
         flows = source.flows + target.flows + source.serving + target.fetching
-        seconds = speeds.fetch_s(source.worker_id, target.worker_id, size, flows)
+        lifted = on_disk(request.hit(source), source, usable)
+        seconds = speeds.load_s(lifted, "disk")
+        seconds += speeds.fetch_s(source.worker_id, target.worker_id, size, flows)
         whole = seconds + speeds.prefill_s(target.worker_id, request.tokens - usable, usable, step_s)
         if found is None or whole < least:
-            found, least = Fetch(source.worker_id, usable, seconds), whole
+            found, least = Fetch(source.worker_id, usable, seconds, lifted=lifted), whole
     return found

@@ -135,12 +135,13 @@ class Forecast:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Bring the prompt's first `tokens` tokens from this worker first, which is predicted to take `seconds`. budget_s:
-    after this long computing them would have been sooner."""
+    after this long computing them would have been sooner. lifted: bytes that the worker reads from its disk for it."""
 
     source: str
     tokens: int
     seconds: float
     budget_s: float = 0.0
+    lifted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

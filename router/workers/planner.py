@@ -291,12 +291,12 @@ class Planner:
         if forecast.ttft_s > 0:
             self.speeds.ttft_error.learn(forecast.ttft_s, took_s)
 
-    def fetched(self, source: str, target: str, times: common_pb2.StageTimes) -> None:
-        """A prefix that was to be brought to `target` first was brought there, or was not."""
+    def fetched(self, source: str, target: str, times: common_pb2.StageTimes, lifted: float = 0.0) -> None:
+        """A prefix that was to be brought to `target` first was brought there, or was not. lifted: see Fetch."""
         self._fetches.labels("fetched" if times.fetched_tokens else "missed").inc()
         size, now = float(times.transfer_bytes), self._clock.monotonic()
         if times.fetched_tokens:
-            self.speeds.learn_fetch(source, target, size, times.transfer_s, times.fetch_s, now)
+            self.speeds.learn_fetch(source, target, size, times.transfer_s, times.fetch_s, now, lifted)
         else:
             self.speeds.missed_fetch(source, target, now)
 

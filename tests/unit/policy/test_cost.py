@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from router.policy.cost import CostConfig, Predicted
-from router.policy.fetching import offered
 from router.policy.index import Hit
 from router.policy.keys import PromptKeys
 from router.policy.rent import Rents
@@ -253,9 +252,3 @@ def test_a_state_below_the_device_costs_its_bytes_and_pages_on_the_disk_the_disk
     assert abs(load_s(Hit(6000, 6000, 6000, 6000, "host")) - 0.5) < 1e-9
     assert abs(load_s(Hit(6000, 4000, 5000, 6000, "disk")) - (1e6 / 1e8 + (1e6 + 5e7) / 1e7)) < 1e-9
     assert abs(load_s(Hit(6000, 4000, 6000, 3000, "host")) - 0.5) < 1e-9, "pages past the state are not wanted"
-
-
-def test_a_state_on_the_disk_is_not_offered_to_others() -> None:
-    holder = prefill(1, state_bytes=5e7)
-    assert offered(Hit(6000, 6000, 6000, 6000, "host"), holder) == 6000
-    assert offered(Hit(6000, 6000, 6000, 6000, "disk"), holder) == 0

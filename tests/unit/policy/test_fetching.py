@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.policy.cost import CostConfig, Predicted
-from router.policy.fetching import holders, offered
+from router.policy.fetching import holders, offered, on_disk
 from router.policy.index import Hit
 from router.policy.ledger import Demand, Ledger
 from router.policy.speeds import Speeds
@@ -117,12 +117,59 @@ def test_a_target_that_reads_enough_or_cannot_computes(account: dict[str, Any]) 
     assert found.fetch is None
 
 
-def test_what_lies_on_disk_only_is_not_to_be_had() -> None:
+def test_what_can_be_had_is_what_is_in_some_tier() -> None:
     dense, hybrid = prefill(1), prefill(2, state_bytes=1e6)
-    assert offered(Hit(9000, 4000, 6000, 9000), dense) == 6000
-    assert offered(Hit(9000, 4000, 6000, 9000), hybrid) == 0, "a state whose pages are on disk"
-    assert offered(Hit(9000, 4000, 6000, 6007), hybrid) == 6007, "the end of a turn off the page grid"
+    assert offered(Hit(9000, 4000, 6000, 9000), dense) == 9000
+    assert offered(Hit(9000, 4000, 6000, 9000, "disk"), hybrid) == 9000
+    assert offered(Hit(6000, 4000, 6000, 6007), hybrid) == 6007, "the end of a turn off the page grid"
+    assert offered(Hit(6000, 4000, 6000, 9000), hybrid) == 0, "a state whose pages are not there"
     assert offered(Hit(9000, 9000, 9000, 0), hybrid) == 0, "no state"
+
+
+@pytest.mark.parametrize(
+    ("found", "size"),
+    [
+        (Hit(9000, 9000, 9000, 9000), 0),
+        (Hit(9000, 4000, 6000, 9000), 3000e3),
+        (Hit(9000, 4000, 9000, 9000, "disk"), 1e6),
+        (Hit(9000, 0, 0, 9000, "disk"), 9000e3 + 1e6),
+        (Hit(9000, 9000, 9000, 9007), 0),
+    ],
+)
+def test_what_a_source_reads_from_its_disk(found: Hit, size: float) -> None:
+    assert on_disk(found, fetching(prefill(1, state_bytes=1e6)), found.resume) == size
+
+
+def test_a_prefix_on_disk_costs_what_the_disk_takes_as_well() -> None:
+    """Ten megabytes a second: of two holders the one that has it above the disk is the better."""
+    cold = fetching(prefill(4))
+    low, high = fetching(queued(prefill(1), 2.0)), fetching(queued(prefill(2), 2.0))
+    only_low = choose(request(10_000, {1: hit(9000, 1000, 8000)}), low, cold, busy_decode(3), deflect=False)
+    assert only_low.fetch is not None
+    assert only_low.fetch.lifted == 1000e3
+    assert only_low.fetch.seconds == pytest.approx(0.02 + 9000e3 / 1e9 + 0.1)
+    hits = {1: hit(9000, 1000, 8000), 2: hit(9000)}
+    both = choose(request(10_000, hits), low, high, cold, busy_decode(3), deflect=False)
+    assert both.fetch is not None
+    assert (both.fetch.source, both.fetch.lifted) == ("p2", 0.0)
+
+
+def test_a_slow_disk_is_computed_past() -> None:
+    low, cold = fetching(queued(prefill(1), 2.0)), fetching(prefill(2))
+    found = choose(request(10_000, {1: hit(9000, 0, 0)}), low, cold, busy_decode(3), deflect=False)
+    assert (found.prefill, found.fetch) == ("p2", None)
+
+
+def test_what_a_disk_took_is_not_learned_as_the_ways() -> None:
+    speeds = Speeds()
+    disk = speeds.load_s(2e7, "disk")
+    for size in (1e7, 2e7, 4e7) * 40:
+        speeds.learn_fetch("a", "b", size, 0.002 + size / 1e9, 0.03 + 2 * size / 1e9)
+    before = speeds.fetch_s("a", "b", 2e7)
+    for size in (1e7, 2e7, 4e7) * 40:
+        speeds.learn_fetch("a", "b", size, 0.002 + size / 1e9, 0.03 + 2 * size / 1e9 + size / 2e8, lifted=size)
+    assert speeds.fetch_s("a", "b", 2e7) == pytest.approx(before, rel=0.05)
+    assert speeds.load_s(2e7, "disk") == disk, "workers report that"
 
 
 def test_who_has_most_comes_first_and_few_are_looked_at() -> None:
