@@ -165,7 +165,7 @@ def orphaned_shm(before: frozenset[str] = frozenset()) -> set[str]:
         with contextlib.suppress(OSError):
             links = {os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()}
             suspects = {name for name in suspects if f"/dev/shm/{name}" not in links}
-    return suspects
+    return {name for name in suspects if _mine(name)}  # without those that went with their process meanwhile
 
 
 def _mine(name: str) -> bool:

@@ -1,7 +1,8 @@
 """`make test` and `make test-all`: the tests in two lanes side by side.
 
 Unit tests want one core; the others mostly wait for processes of theirs. One after the other they leave half of a small
-machine idle. Each lane is a pytest of its own, so each proves for itself that it leaves nothing behind.
+machine idle. The lanes are made to take about as long as each other. Each is a pytest of its own, so each proves for
+itself that it leaves nothing behind; whatever shares a cluster is in one.
 
     python tests/run.py            what has to be green before a change lands
     python tests/run.py --all      the slow ones too, and one page that says when, of what commit, with what result
@@ -22,7 +23,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "tests" / "LAST_FULL_RUN.md"
-LANES = {"unit": ["tests/unit"], "processes": ["tests/integration", "tests/faults", "tests/perf"]}
+LANES = {
+    "unit, router, transfer": ["tests/unit", "tests/integration/router", "tests/integration/transfer"],
+    "cluster, pairs, tiers": [
+        "tests/integration/cluster",
+        "tests/integration/hybrid",
+        "tests/integration/pd",
+        "tests/integration/sim",
+        "tests/integration/tiers",
+        "tests/faults",
+        "tests/perf",
+    ],
+}
+SHOWN = tuple(LANES)[-1]
+"""The lane whose lines are printed as they come."""
 
 
 @dataclass
@@ -52,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     marks = "not gpu" if everything else "not slow and not gpu"
     options = ["-m", marks, "--durations=15", *(word for word in arguments if word != "--all")]
     lanes = [
-        Lane(name, [sys.executable, "-m", "pytest", *folders, *options], live=name == "processes")
+        Lane(name, [sys.executable, "-m", "pytest", *folders, *options], live=name == SHOWN)
         for name, folders in LANES.items()
     ]
     quiet = lanes[0]
