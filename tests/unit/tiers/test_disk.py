@@ -15,7 +15,7 @@ import pytest
 
 from engine.tiers.build import Ways
 from engine.tiers.disk import OpenFile
-from engine.tiers.journal import Journal, Put
+from engine.tiers.journal import Journal, Put, StatePut
 from kvtransfer.files import PlainFile, Ranges
 from kvtransfer.hashing import page_keys
 from kvtransfer.types import Region
@@ -169,6 +169,26 @@ def test_a_torn_index_is_read_up_to_its_last_whole_record(tmp_path: Path, tail: 
     again.append([Put(keys[2], keys[1], 9, 2, (1, 2))], [keys[0]])
     again.close()
     assert list(Journal(path, "x", 2).puts) == [keys[1], keys[2]]
+
+
+def test_no_changed_byte_of_an_index_makes_a_page_another_one(tmp_path: Path) -> None:
+    """Whatever byte is changed: what is read is what was written, up to the record that was hit."""
+    path = tmp_path / "index"
+    journal = Journal(path, "x", 2, 1)
+    keys = [bytes([i]) * 32 for i in range(3)]
+    written = [Put(key, keys[at - 1] if at else None, at + 1, at, (7, 8)) for at, key in enumerate(keys)]
+    state = StatePut(b"n" * 32, keys[1], 35, (1, 2, 3), 1, 0.5, (9,), (7, 8))
+    journal.append(written, states=[state])
+    journal.close()
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        again = Journal(path, "x", 2, 1)
+        again.close()
+        found = list(again.puts.values())
+        assert found == written[: len(found)], at
+        assert list(again.found.states.values()) in ([], [state]), at
+        assert len(found) < 3 or not again.found.states, at
 
 
 @pytest.mark.parametrize("room", [True, False])
