@@ -62,13 +62,15 @@ class Regression:
     """Recursive least squares with forgetting over positive physical features.
 
     prior: positive coefficients to start from. Their common size is taken from the first report; to each other they are
-    good to a factor of 1 + spread. forgetting: weight kept per report.
+    good to a factor of 1 + spread, one for all or one for each. forgetting: weight kept per report.
     """
 
-    def __init__(self, prior: Sequence[float], forgetting: float = 0.998, spread: float = 2.0) -> None:
+    def __init__(
+        self, prior: Sequence[float], forgetting: float = 0.998, spread: float | Sequence[float] = 2.0
+    ) -> None:
         self._prior = np.asarray(prior, dtype=float)
         self._theta = np.ones(len(prior))  # in units of the prior
-        self._cov = np.eye(len(prior)) * spread**2
+        self._cov = np.diag(np.broadcast_to(np.asarray(spread, dtype=float), len(prior)) ** 2)
         self._keep = forgetting
         self._scatter = 1.0  # of relative residuals
         self._trace = float(np.trace(self._cov))
@@ -247,8 +249,9 @@ class Speeds:
     """All of one router's calibrations. Times in seconds, sizes in tokens and bytes; workers by id."""
 
     def __init__(self) -> None:
-        # 1, uncached tokens, uncached tokens x their mean context, uncached tokens x the step they ride on
-        self._prefill = Regression((0.01, 5e-5, 5e-10, 2e-4))
+        # 1, uncached tokens, uncached tokens x their mean context, uncached tokens x the step they ride on; what
+        # context costs differs most between machines: forty times as much of the rest on a CPU as on a GPU
+        self._prefill = Regression((0.01, 5e-5, 5e-10, 2e-4), spread=(2.0, 2.0, 20.0, 2.0))
         # 1, requests in the step, their context tokens
         self._step = Regression((0.01, 5e-5, 1e-8))
         self._transfer = Regression((0.001, 1e-10))
@@ -332,20 +335,11 @@ class Speeds:
         return self._fetch.predict((1.0, size)) + self.transfer_s(source, target, size, flows)
 
     def learn_fetch(
-        self,
-        source: str,
-        target: str,
-        size: float,
-        moved_s: float,
-        seconds: float,
-        ended: float = NOW,
-        lifted: float = 0.0,
+        self, source: str, target: str, size: float, moved_s: float, seconds: float, ended: float = NOW
     ) -> None:
-        """seconds: in all, of which the transfer took moved_s. lifted: bytes its source was to read from its disk: that
-        is no part of what fetches take otherwise, and how fast disks are workers report."""
+        """seconds: in all, of which the transfer took moved_s."""
         self.learn_transfer(source, target, size, moved_s, ended=ended)
-        if not lifted:
-            self._fetch.learn((1.0, size), seconds - moved_s)
+        self._fetch.learn((1.0, size), seconds - moved_s)
         self._fetch_trust.learn(f"{source} {target}", 1, 1, ended)
 
     def missed_fetch(self, source: str, target: str, ended: float = NOW) -> None:
