@@ -335,11 +335,20 @@ class Speeds:
         return self._fetch.predict((1.0, size)) + self.transfer_s(source, target, size, flows)
 
     def learn_fetch(
-        self, source: str, target: str, size: float, moved_s: float, seconds: float, ended: float = NOW
+        self,
+        source: str,
+        target: str,
+        size: float,
+        moved_s: float,
+        seconds: float,
+        ended: float = NOW,
+        lifted: float = 0.0,
     ) -> None:
-        """seconds: in all, of which the transfer took moved_s."""
+        """seconds: in all, of which the transfer took moved_s. lifted: bytes its source was to read from its disk: that
+        is no part of what fetches take otherwise, and how fast disks are workers report."""
         self.learn_transfer(source, target, size, moved_s, ended=ended)
-        self._fetch.learn((1.0, size), seconds - moved_s)
+        if not lifted:
+            self._fetch.learn((1.0, size), seconds - moved_s)
         self._fetch_trust.learn(f"{source} {target}", 1, 1, ended)
 
     def missed_fetch(self, source: str, target: str, ended: float = NOW) -> None:
