@@ -255,6 +255,8 @@ class Booking:
         """Raises Saturated or InvalidRequest when there is nobody at all."""
         choice = pairing.choose(self._states(), wish.length, frozenset(state.prefill), frozenset(state.decode))
         if isinstance(choice, pairing.NoWorker):
+            if any(worker.returning(Role(choice.missing)) for worker in self._fleet.workers()):
+                return None
             raise _nobody(choice)
         return None if isinstance(choice, pairing.AllRefused) else (choice, None)
 

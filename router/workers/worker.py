@@ -268,6 +268,14 @@ class Worker:
         """Ready, compatible, and its streams are attached."""
         return self._usable()
 
+    def returning(self, role: Role) -> bool:
+        """It can be asked for that but for a stream that has just broken and is being attached again: a matter of
+        milliseconds where it was this router that stood still."""
+        record, links = self.record, (self.prefill, self.decode)
+        if self.facts is None or not record.ready or record.draining or ROLES.get(record.role) not in (role, Role.BOTH):
+            return False
+        return any(link is not None and not link.closed and not link.connected.is_set() for link in links)
+
     def _usable(self) -> bool:
         record = self.record
         if self.facts is None or self.role is None or not record.ready or record.draining or not record.address:

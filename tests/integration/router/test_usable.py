@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.integration.router.scripted import LENGTH, Leg, ScriptedWorker, layout, until
-from tests.integration.router.sites import BODY, Site, site
+from tests.integration.router.sites import BODY, Site, config, site
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,21 @@ async def test_a_router_that_stops_finishes_what_runs_and_takes_nothing_new(pair
     assert (await running)[0] == 200
     await draining
     del body
+
+
+@pytest.mark.parametrize("policy", ["least_load", "predicted"])
+async def test_a_request_waits_for_streams_that_are_being_attached_again(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all of them are, when it was the router that stood still."""
+    monkeypatch.setattr("router.workers.links._RETRY_S", 0.3)
+    workers = [ScriptedWorker("prefill"), ScriptedWorker("decode")]
+    async with site(*workers, settings=config(policy=policy)) as made:
+        for worker in workers:
+            worker.break_streams()
+        await until(lambda: not any(state.usable for state in made.router.fleet.states()))
+
+        status, _ = await made.complete()
+
+        assert status == 200
+        await made.quiet()
