@@ -6,7 +6,8 @@ Without RATE every connection sends its next request as soon as it has its answe
 full, and latency is CONCURRENCY / throughput, whatever the router does). With RATE (requests per second, all together)
 it thinks in between, exponentially distributed, so that a request mostly finds the router idle: what it takes is then
 what the router adds. A request that is late because its connection was busy is late from when it was due.
-own_share: of one core that this process used; near 1 it, and not the router, is what is measured.
+own_share: of one core that this process used; near 1 it, and not the router, is what is measured. With RATE the answer
+has every latency, too (latencies_ms), for who puts several runs together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,35 +75,47 @@ async def _stream(reader: asyncio.StreamReader, seen: Seen) -> None:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What every connection does. think_s: on average between two requests of a connection; 0 = none."""
+class Pace:
+    """When a connection begins its requests. think_s: on average between two of a connection; 0 = none."""
 
-    address: str
-    data: bytes
-    mode: str
     until: float
     think_s: float
 
+    async def starts(self, number: int) -> AsyncIterator[float]:
+        """The time from which each request counts."""
+        think = random.Random(number)
+        due = time.perf_counter()
+        while True:
+            if self.think_s:
+                due += think.expovariate(1 / self.think_s)
+                await asyncio.sleep(max(due - time.perf_counter(), 0.0))
+            now = time.perf_counter()
+            if now >= self.until:
+                return
+            busy = self.think_s > 0 and now - due > TIMER_S  # later than a timer is: the connection was not free
+            yield due if busy else now
 
-async def _connection(load: Load, number: int, seen: Seen) -> None:
-    host, _, port = load.address.rpartition(":")
+
+async def _connection(address: str, data: bytes, mode: str, pace: Pace, number: int, seen: Seen) -> None:
+    host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 22)
-    read = _short if load.mode == "short" else _stream
-    think = random.Random(number)
-    due = time.perf_counter()
-    while True:
-        if load.think_s:
-            due += think.expovariate(1 / load.think_s)
-            await asyncio.sleep(max(due - time.perf_counter(), 0.0))
-        now = time.perf_counter()
-        if now >= load.until:
-            break
-        busy = load.think_s > 0 and now - due > TIMER_S  # later than a timer is: the connection was not free
-        started = due if busy else now
-        writer.write(load.data)
+    read = _short if mode == "short" else _stream
+    async for started in pace.starts(number):
+        writer.write(data)
         await read(reader, seen)
         seen.latencies.append(time.perf_counter() - started)
     writer.close()
+
+
+def summary(latencies: Sequence[float], *, every: bool) -> dict[str, Any]:
+    """Of latencies in seconds. every: with all of them."""
+    ordered = sorted(1000 * latency for latency in latencies)
+    found: dict[str, Any] = {
+        "requests": len(ordered),
+        "p50_ms": ordered[len(ordered) // 2],
+        "p99_ms": ordered[int(0.99 * len(ordered))],
+    }
+    return found | {"latencies_ms": ordered} if every else found
 
 
 async def main(
@@ -110,17 +124,13 @@ async def main(
     data = request(address, body(model, stream=mode == "stream", tokens=64 if mode == "stream" else 4))
     seen = Seen()
     started, own = time.perf_counter(), time.process_time()
-    load = Load(address, data, mode, started + seconds, concurrency / rate if rate else 0.0)
-    await asyncio.gather(*(_connection(load, number, seen) for number in range(concurrency)))
+    pace = Pace(started + seconds, concurrency / rate if rate else 0.0)
+    await asyncio.gather(*(_connection(address, data, mode, pace, number, seen) for number in range(concurrency)))
     took = time.perf_counter() - started
-    latencies = sorted(seen.latencies)
-    return {
-        "requests": len(latencies),
+    return summary(seen.latencies, every=rate > 0) | {
         "failed": seen.failed,
         "chunks": seen.chunks,
         "seconds": took,
-        "p50_ms": 1000 * latencies[len(latencies) // 2],
-        "p99_ms": 1000 * latencies[int(0.99 * len(latencies))],
         "own_share": (time.process_time() - own) / took,
     }
 

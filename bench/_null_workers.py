@@ -1,6 +1,6 @@
 """Workers that take no time: the real protos and streams, tokens from a list. One process, one P and one D.
 
-python -m bench._null_workers ROUTER_GRPC MODEL [TOKENS_PER_STEP]
+python -m bench._null_workers ROUTER_GRPC MODEL [TOKENS_PER_STEP] -> one line each: role and address, when it listens
 
 Every step gives every running request its next token in one message; the next step begins when gRPC has taken the last.
 """
@@ -237,6 +237,7 @@ async def _serve(role: str, router: str, files: ModelFiles, tokens: list[int], p
         model=files.name,
         ready=True,
     )
+    print(role, address, flush=True)
     RegistryAgent(config, record).start()
     await server.wait_for_termination()
 

@@ -10,10 +10,13 @@ three processes; only the router's CPU time is counted (all its threads, from /p
 streams 64, one per engine step, or four, as with speculation or a router that shares chunks under load.
 The router has a core for itself and the other two the rest, where there are two or more (--no-pin: as it comes).
 
-Added latency, at 16 connections: from a request's last byte to its answer's last, when the router is at LIGHT of what
-it did in a closed loop just before; each connection thinks in between, so all of it is what the router and a hand-off
-between workers that take no time add. The closed loop's own latency is 16 / throughput, whatever the router does, and
-is shown too. `gen` is the generator's share of a core: near 1 it is what is measured.
+Added latency, at 16 connections: the router is at LIGHT of what it did in a closed loop just before, each connection
+thinks in between, and a request takes from its last byte to its answer's last. Part of that is the workers' and
+gRPC's: reserve, prefill and ticket, tokens are three round trips even with workers that take no time. What they take is
+measured beside it, in turns of half a second at the same rate: a bare gRPC client (bench._direct_load) on the router's
+core goes through the same messages with the same workers. Added is the difference of the percentiles; all three are
+shown. The closed loop's own latency is 16 / throughput, whatever the router does, and is shown too. `gen` is the
+generator's share of a core: near 1 it is what is measured.
 --parts: what a short request's microseconds go to, each part measured by itself, and what is left.
 """
 
@@ -39,6 +42,7 @@ from runtime.modelfiles import ModelFiles
 CASES = (("short", 1, 64), ("short", 1, 256), ("stream", 1, 64), ("stream", 1, 256), ("stream", 4, 256))
 LATENCY_CASE = ("short", 1, 16)
 LIGHT = 0.3
+TURN_S = 0.5
 START_S = 90.0
 LONGEST_S = 3600.0
 
@@ -76,20 +80,29 @@ def router(model: str) -> Iterator[tuple[int, str, str]]:
 
 
 @contextmanager
-def workers(grpc: str, model: str, per_step: int) -> Iterator[None]:
+def workers(grpc: str, model: str, per_step: int) -> Iterator[dict[str, str]]:
+    """Their addresses, by role."""
     command = [sys.executable, "-m", "bench._null_workers", grpc, model, str(per_step)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        yield
+        assert process.stdout is not None
+        said = [process.stdout.readline().split() for _ in range(2)]
+        yield {line[0]: line[1] for line in said}
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def load(http: str, model: str, mode: str, concurrency: int, seconds: float, rate: float = 0.0) -> dict[str, Any]:
     """rate: see bench._http_load."""
-    command = [sys.executable, "-m", "bench._http_load", http, model, mode, str(concurrency), str(seconds), str(rate)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
+    return _json_of("bench._http_load", http, model, mode, str(concurrency), str(seconds), str(rate))
+
+
+def _json_of(module: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True, timeout=START_S
+    )
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
@@ -123,18 +136,21 @@ class Reference:
 def measure(
     model: str, mode: str, per_step: int, concurrency: int, seconds: float, *, pin: bool = False, light: float = 0.0
 ) -> dict[str, Any]:
-    """light: the load is this share of what a closed loop does."""
+    """light: the load is this share of what a closed loop does, and the workers are asked directly in between."""
     with ExitStack() as stack:
         pid, http, grpc = stack.enter_context(_pinned(model) if pin else router(model))
-        stack.enter_context(workers(grpc, model, per_step))
+        addresses = stack.enter_context(workers(grpc, model, per_step))
         _until_ready(http, model)
         full = load(http, model, mode, concurrency, 1.0)  # caches and connections are warm
         rate = light * full["requests"] / full["seconds"]
         reference = Reference(model)
         around = [reference.us()]
-        before = cpu_s(pid)
-        seen = load(http, model, mode, concurrency, seconds, rate)
-        used = cpu_s(pid) - before
+        if light:
+            seen, used = _in_turns(pid, http, model, mode, concurrency, seconds, rate, addresses)
+        else:
+            before = cpu_s(pid)
+            seen = load(http, model, mode, concurrency, seconds)
+            used = cpu_s(pid) - before
         around.append(reference.us())
     return {
         "case": _name(mode, per_step, light),
@@ -145,6 +161,50 @@ def measure(
         "cpu_share": used / seen["seconds"],
         **seen,
     }
+
+
+def _in_turns(
+    pid: int,
+    http: str,
+    model: str,
+    mode: str,
+    concurrency: int,
+    seconds: float,
+    rate: float,
+    addresses: dict[str, str],
+) -> tuple[dict[str, Any], float]:
+    """(what _http_load would say of `seconds` in all, with what the workers alone took; the router's CPU seconds)."""
+    turns: list[dict[str, Any]] = []
+    through: list[float] = []
+    direct: list[float] = []
+    used = 0.0
+    direct_arguments = (addresses["prefill"], addresses["decode"], model, str(concurrency), str(TURN_S), str(rate))
+    for _ in range(max(1, round(seconds / TURN_S))):
+        before = cpu_s(pid)
+        turns.append(load(http, model, mode, concurrency, TURN_S, rate))
+        used += cpu_s(pid) - before
+        through += turns[-1].pop("latencies_ms")
+        with _on_its_core(pid):
+            direct += _json_of("bench._direct_load", *direct_arguments)["latencies_ms"]
+    whole: dict[str, Any] = {
+        name: sum(turn[name] for turn in turns) for name in ("requests", "failed", "chunks", "seconds")
+    }
+    whole["own_share"] = sum(turn["own_share"] for turn in turns) / len(turns)
+    for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
+        whole[name], whole[f"direct_{name}"] = (sorted(some)[int(share * len(some))] for some in (through, direct))
+        whole[f"added_{name}"] = whole[name] - whole[f"direct_{name}"]
+    return whole, used
+
+
+@contextmanager
+def _on_its_core(pid: int) -> Iterator[None]:
+    """What is started meanwhile runs where the router does."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, os.sched_getaffinity(pid))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _name(mode: str, per_step: int, light: float) -> str:
@@ -197,6 +257,10 @@ def main(arguments: list[str]) -> int:
             f"{row['requests'] / row['seconds']:>8.0f}{row['p50_ms']:>9.2f}{row['p99_ms']:>9.2f}"
             f"{row['failed']:>8}{row['ref_us']:>8.0f}{row['own_share']:>6.2f}"
         )
+    print(
+        "added by the router at 16 connections and {:.0%} load: p50 {added_p50_ms:.2f} ms, p99 {added_p99_ms:.2f} ms "
+        "(workers asked directly: {direct_p50_ms:.2f} and {direct_p99_ms:.2f})".format(LIGHT, **rows[-1])
+    )
     if costs:
         whole = next(row["cpu_us"] for row in rows if (row["case"], row["concurrency"]) == ("short", 256))
         for name, us in {**costs, "the rest": whole - sum(costs.values())}.items():
