@@ -96,12 +96,12 @@ class Config(BaseSettings):
     )
     host_queue_pages: int = Field(64, gt=0, description="on their way down at most; beyond that pages are dropped")
     host_poison: bool = Field(False, description="for tests: what has gone down is overwritten on the device")
-    disk_pool_bytes: int = Field(0, ge=0, description="below the host tier; 0 = no disk tier")
+    disk_pool_bytes: int = Field(0, ge=0, description="below the host tier, half of it for states if there are any; 0 = none")
     disk_pool_dir: str = Field(
         "", description="a folder that survives restarts; each worker of a machine takes a part of its own"
     )
     disk_queue_pages: int = Field(
-        64, gt=0, description="on their way to the disk at most; beyond that pages are not kept there"
+        64, gt=0, description="on their way to the disk at most, and as many bytes of states; others wait on the host"
     )
     swap: bool = Field(
         True, description="with a host tier: running requests go down under pressure instead of being computed again"
