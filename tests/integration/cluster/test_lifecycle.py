@@ -88,10 +88,10 @@ def test_a_detached_cluster_outlives_its_command_and_ends_with_down(tmp_path: Pa
 
 
 def test_a_worker_that_refuses_its_configuration_says_why_and_nothing_stays(tmp_path: Path) -> None:
-    flags = ["--model=tiny-kimi", "--load-format=gguf", f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0"]
+    flags = ["--model=oracle", "--replay-ssm", f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0"]
     done = run_pdserve("up", *flags)
     assert done.returncode == 1
-    assert "load_format gguf does not fit" in done.stderr
+    assert "no recurrent state to replay" in done.stderr
     assert not (tmp_path / "state" / "cluster.json").exists()
 
 
