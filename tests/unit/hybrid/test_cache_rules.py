@@ -76,6 +76,13 @@ def test_the_second_sighting_of_a_shared_prefix_earns_a_state_and_the_third_resu
     assert ask(world, "three", three)[0] == 160
 
 
+def test_junctions_can_be_switched_off() -> None:
+    world, shared = lab(state_ends=False, state_junctions=False), prompt(160)
+    for seed in (1, 2):
+        ask(world, str(seed), shared + prompt(100, seed))
+    assert lengths(world, shared + prompt(100, 2)) == [256]
+
+
 def test_a_junction_close_to_another_state_is_not_worth_a_slot() -> None:
     world, shared = lab(state_ends=False), prompt(48)
     ask(world, "one", shared + prompt(100, 1))
@@ -237,6 +244,23 @@ def test_states_are_evicted_apart_from_pages_the_one_between_two_others_first() 
     assert lengths(world, prompt(300)) == [128, 256]
     assert len(world.engine.cache.match(page_keys(ROOT, prompt(300)))) == 300 // 16
     assert ask(world, "again", prompt(300))[0] == 256
+
+
+def test_a_state_that_somebody_reads_is_not_evicted_and_its_slot_goes_to_nobody() -> None:
+    """It saves least, so it would go first: 40 tokens beside states of 300."""
+    world = Lab(pages=128, state=True, changes={"max_batch": 2, "state_ends": True})
+    tokens = prompt(40)
+    key = world.submit(request("p", tokens, Mode.SOURCE))
+    world.run()
+    slot = world.admitted(key).slots[0]
+    for seed in range(2, 6):
+        ask(world, f"other {seed}", prompt(300, seed))
+    assert world.engine.states is not None
+    assert 40 in lengths(world, tokens)
+    assert slot in world.engine.states.slots()
+    assert ask(world, "next", tokens + prompt(9, 4))[0] == 40
+    world.admitted(key).hold.release()
+    world.engine.check_baseline()
 
 
 def test_states_go_with_the_pages_they_hang_on() -> None:
