@@ -34,8 +34,9 @@ Finish = common_pb2.FinishReason.ValueType
 Emit = Callable[[Any], None]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
-    """Wait for what has no event of its own."""
+async def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait for what has no event of its own. seconds: where they are the subject; else longer than a machine stands
+    still."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

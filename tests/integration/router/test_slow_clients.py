@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from functools import partialmethod
 
 import pytest
 
@@ -21,6 +22,8 @@ LIMIT_S = 0.3
 async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     for module, name in ((server, "HEADER_TIMEOUT_S"), (lane, "BODY_TIMEOUT_S"), (entity, "BODY_TIMEOUT_S")):
         monkeypatch.setattr(module, name, LIMIT_S)
+    patient = server.Protocol.__init__  # with what is left of a body that was answered, for ten seconds
+    monkeypatch.setattr(server.Protocol, "__init__", partialmethod(patient, lingering_time=LIMIT_S))
     async with site(ScriptedWorker("prefill"), ScriptedWorker("decode")) as made:
         yield made
 
