@@ -44,6 +44,21 @@ class DiskLab(TierLab):
     def ways(self) -> Ways:
         return Ways(carry, lane=self.lane, disk_lane=self.lane_of_disk, layout="oracle", open_file=self.open_file)
 
+    def cool(self) -> None:
+        """What is idle goes down, as far as there is room, and leaves device and host."""
+        tiers, engine = self.tiers, self.engine
+        tiers._stores.make_room(engine.pages.cached, [])
+        if tiers.state_stores is not None:
+            tiers.state_stores.make_room(engine.slots.cached, [], None)
+        for _ in range(4):
+            for lane in (self.lane, self.lane_of_disk):
+                if isinstance(lane, Manual):
+                    lane.run_all()
+            tiers.poll()
+        tiers._waited(pending=False)
+        for pool in (engine.pages, engine.slots, tiers.host.pool, tiers.host_slots):
+            pool.release(pool.allocate(pool.available) or [])
+
 
 def lab(folder: Path, **more: object) -> DiskLab:
     return DiskLab(pages=12, host_pages=16, folder=folder, **more)  # type: ignore[arg-type]

@@ -161,6 +161,13 @@ class DiskMachine(TiersMachine):
             for folder in folders:
                 shutil.rmtree(folder)
 
+    @rule(which=st.integers(0, 1))
+    def cool(self, which: int) -> None:
+        """Whatever nobody uses is on the disk, and nowhere else."""
+        lab = self.labs[which]
+        assert isinstance(lab, DiskLab)
+        lab.cool()
+
     def restarted(self, folder: Path) -> None:
         """What the index says is there, unless bytes were damaged before they were written."""
         changes: dict[str, object] = {"max_batch": 4, "disk_pool_bytes": 64 * PAGE}

@@ -4,7 +4,10 @@ late and copies between tiers: each answer is the undisturbed one. The oracle tu
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,6 +18,7 @@ from kvtransfer.types import LegKey, Prefix, Wanted
 from tests.unit.engine_core.lab import Lab, prompt, request, undisturbed
 from tests.unit.engine_core.test_prefixes import wanted
 from tests.unit.tiers.lab import TierLab
+from tests.unit.tiers.test_disk import DiskLab
 from tests.unit.tiers.test_prefixes import copy
 
 JUNK = 0xEE
@@ -37,11 +41,14 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.labs = [TierLab(pages=18, state=self.state, host_pages=20, changes={"host_evict": "lru"}) for _ in "ab"]
+        self.labs = [self.lab() for _ in "ab"]
         self.fetches: list[Fetch] = []
         self.late: list[Staged] = []  # given up, and a read may still land
         self.asked: list[tuple[TierLab, LegKey, tuple[int, ...]]] = []
         self.names = 0
+
+    def lab(self) -> TierLab:
+        return TierLab(pages=18, state=self.state, host_pages=20, changes={"host_evict": "lru"})
 
     def _turn(self, which: int, seed: int, length: int, follow: int) -> tuple[TierLab, tuple[int, ...]]:
         """A prompt, or with `follow` the next turn of its conversation."""
@@ -67,7 +74,7 @@ class PrefixMachine(RuleBasedStateMachine):
         target, tokens = self._turn(which, seed, length, follow)
         source = self.labs[1 - which]
         want = wanted(tokens, target.engine.prefixes.held(wanted(tokens)), state=self.state)
-        offer = source.engine.prefixes.offer(want)
+        offer = source.engine.prefixes.offer(want, within_s=1.0)
         source.turns(1)
         prefix = offer.result(timeout=0)
         if prefix is not None:
@@ -151,8 +158,39 @@ class HybridMachine(PrefixMachine):
     state = True
 
 
+class DiskPrefixMachine(PrefixMachine):
+    """Little on the host, so that most of what is wanted lies on the disk."""
+
+    def lab(self) -> TierLab:
+        folder = Path(tempfile.mkdtemp(prefix="pdserve-prefixes-"))
+        return DiskLab(pages=18, state=self.state, host_pages=14, folder=folder, changes={"host_state_slots": 2})
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            for lab in self.labs:
+                lab.tiers.close()
+                shutil.rmtree(lab.folder)  # type: ignore[attr-defined]
+
+    @rule(which=WHICH)
+    def cool(self, which: int) -> None:
+        """Whatever nobody uses is on the disk, and nowhere else."""
+        lab = self.labs[which]
+        assert isinstance(lab, DiskLab)
+        lab.cool()
+
+
+class DiskHybridMachine(DiskPrefixMachine):
+    state = True
+
+
 SHORT = settings(max_examples=6, stateful_step_count=20, deadline=None)
 TestPrefixes = PrefixMachine.TestCase
 TestPrefixes.settings = SHORT
 TestHybrids = HybridMachine.TestCase
 TestHybrids.settings = SHORT
+TestDiskPrefixes = DiskPrefixMachine.TestCase
+TestDiskPrefixes.settings = SHORT
+TestDiskHybrids = DiskHybridMachine.TestCase
+TestDiskHybrids.settings = SHORT
