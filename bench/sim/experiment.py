@@ -32,6 +32,9 @@ DOUBLINGS = 12
 Progress = Callable[[str, float], None]
 """What is being done, and how far it is (0..1)."""
 
+HOLD_S = 0.25
+"""As `line_hold_s` of the router is by default."""
+
 POLICIES: dict[str, Callable[[Speeds, int], Policy]] = {
     "round_robin": lambda speeds, seed: RoundRobin(),
     "least_load": lambda speeds, seed: LeastLoad(),
@@ -39,9 +42,9 @@ POLICIES: dict[str, Callable[[Speeds, int], Policy]] = {
     "session_affinity": lambda speeds, seed: SessionAffinity(),
     "dynamo": lambda speeds, seed: Dynamo(seed),
     "sgl": lambda speeds, seed: Sgl(seed),
-    "predicted": lambda speeds, seed: Predicted(speeds, CostConfig()),
-    "predicted_pairs": lambda speeds, seed: Predicted(speeds, CostConfig(deflect=False)),
-    "predicted_fetch": lambda speeds, seed: Predicted(speeds, CostConfig()),
+    "predicted": lambda speeds, seed: Predicted(speeds, CostConfig(hold_s=HOLD_S)),
+    "predicted_pairs": lambda speeds, seed: Predicted(speeds, CostConfig(hold_s=HOLD_S, deflect=False)),
+    "predicted_fetch": lambda speeds, seed: Predicted(speeds, CostConfig(hold_s=HOLD_S)),
 }
 """predicted_pairs: ours without prefill on decode workers, so that it can be seen what of its gain comes from those.
 predicted_fetch: ours on workers that read cached prefixes from each other."""

@@ -1,6 +1,7 @@
 """One simulated worker in virtual time: prompts chunk by chunk, decode steps in runs, pools and caches for real.
 
-Three kinds of steps, as a real engine has them: a prompt's chunk alone, a decode step alone, and both in one step. A
+Prompts are computed chunk by chunk in the order of engine.order: one that is due sooner passes another between two of
+its chunks. Three kinds of steps, as a real engine has them: a prompt's chunk alone, a decode step alone, both in one. A
 mixed step takes the chunk's time plus the decode step's, stretched by `mixed.decode_slowdown_per_prefill_token` for
 each prefill token in it: everybody who decodes there waits for the chunk. Decode steps between events are one event.
 
@@ -25,14 +26,15 @@ LONGEST_RUN = 4096
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request on its way through a pair. Times are of the virtual clock; -1 = not yet."""
+    """One request on its way through a pair. Times are of the virtual clock; -1 = not yet. due: what its router tells
+    the workers; of one that says nothing all are equal, and served as they come."""
 
     number: int
     tokens: int
     output: int
     keys: list[bytes]
     arrived: float
-    priority: float = 0.0
+    due: float = 0.0
     # what happened
     cached: int = 0
     source_queued: float = -1.0
@@ -72,6 +74,8 @@ class _Prompt:
     job: Job
     local: bool
     position: int = 0
+    order: tuple[float, int] = (0.0, 0)
+    chunks: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) of those planned and not run
     load_s: float = 0.0
     load_bytes: float = 0.0
     spent: float = 0.0
@@ -107,9 +111,11 @@ class Worker:
         self._decodes = decodes
         self._speed = speed
         self._drift = 1.0 + drift
-        self._prompts: list[tuple[float, int, _Prompt]] = []
+        self._prompts: list[tuple[tuple[float, int], _Prompt]] = []  # not begun
+        self._passed: list[tuple[tuple[float, int], _Prompt]] = []  # begun, and passed by one that was due sooner
         self._order = 0
         self._current: _Prompt | None = None
+        self._alone: tuple[float, int, int] | None = None  # of chunks that run in one go: began, how many, version
         self._landing: deque[Job] = deque()
         self._joining: deque[Job] = deque()
         self._running: list[tuple[int, int, Job]] = []
@@ -121,15 +127,6 @@ class Worker:
 
     # --- what the sender asks -----------------------------------------------------------------------------------
 
-    @property
-    def batch(self) -> int:
-        return len(self._running)
-
-    @property
-    def queued(self) -> int:
-        """Prompts waiting or running."""
-        return len(self._prompts) + (self._current is not None)
-
     def noise(self) -> float:
         """The factor of one thing it does beside its steps (a transfer)."""
         return self._reader.next()
@@ -138,7 +135,8 @@ class Worker:
         """Run its prompt; local: and then decode here."""
         self._order += 1
         job.source_queued = self._agenda.now
-        heapq.heappush(self._prompts, (job.priority, self._order, _Prompt(job, local)))
+        prompt = _Prompt(job, local, order=(job.due, self._order))
+        heapq.heappush(self._prompts, (prompt.order, prompt))
         self._poke()
 
     def expect(self, job: Job) -> None:
@@ -186,6 +184,8 @@ class Worker:
         """Something changed. In the middle of a run of decode steps: go on after the step that runs now."""
         if not self._busy:
             self._turn()
+        elif self._alone is not None:
+            self._give_way()
         elif self._run is not None:
             began, steps, place, _, base, slope = self._run
             elapsed = self._agenda.now - began
@@ -207,8 +207,7 @@ class Worker:
         self._busy = True
         self._admit()
         self._join()
-        if self._current is None:
-            self._begin_prompt()
+        self._next_prompt()
         if self._current is not None:
             self._chunk(self._current)
         elif self._running:
@@ -244,21 +243,33 @@ class Worker:
             heapq.heappush(self._running, (self._steps + job.output - 1, job.number, job))
             self._context += job.tokens + 1
 
-    def _begin_prompt(self) -> None:
-        if not self._prompts:
-            return
-        prompt = self._prompts[0][2]
+    def _next_prompt(self) -> None:
+        """The one due first, of those begun and the first of those that wait, if there is room for it."""
+        if self._passed and (self._current is None or self._passed[0][0] < self._current.order):
+            self._pass(heapq.heappop(self._passed)[1])
+        if self._prompts and (self._current is None or self._prompts[0][0] < self._current.order):
+            prompt = self._prompts[0][1]
+            if self._begin(prompt):
+                heapq.heappop(self._prompts)
+                self._pass(prompt)
+
+    def _pass(self, prompt: _Prompt) -> None:
+        """It is computed next."""
+        if self._current is not None:
+            heapq.heappush(self._passed, (self._current.order, self._current))
+        self._current = prompt
+
+    def _begin(self, prompt: _Prompt) -> bool:
+        """Find room. False: there is none."""
         job = prompt.job
         found = self.store.find(job.keys, job.tokens)
         tokens = job.tokens + (job.output if prompt.local else 0)
         pages = self.store.allocate(found.pages, tokens)
         if pages is None:
-            return
+            return False
         if not self.store.take_slot():
             self.store.release(pages)
-            return
-        heapq.heappop(self._prompts)
-        self._current = prompt
+            return False
         if prompt.local:
             job.pages = pages
         else:
@@ -266,6 +277,7 @@ class Worker:
         job.cached = prompt.position = found.resume
         job.source_began = self._agenda.now
         self._load(prompt, found.host, found.disk, found.state_from_host)
+        return True
 
     def _load(self, prompt: _Prompt, host: int, disk: int, state: bool) -> None:
         """What is promoted before the first chunk."""
@@ -281,24 +293,66 @@ class Worker:
     # --- prefill steps ------------------------------------------------------------------------------------------
 
     def _chunk(self, prompt: _Prompt) -> None:
-        """One chunk, or all of them on a worker that nobody joins."""
+        """One chunk, or all of them on a worker that nobody joins: until somebody is due sooner."""
+        if not prompt.chunks:
+            self._plan(prompt)
+        now, seconds = self._agenda.now, sum(took for _, took in prompt.chunks)
+        if prompt.job.first_chunk < 0:
+            prompt.job.first_chunk = now + prompt.chunks[0][1]
+        if self._decodes:
+            ((done, _),), prompt.chunks = prompt.chunks, []
+            decode = self._mixed(done)
+            self._took(prompt, seconds, decode)
+            self._agenda.at(now + seconds + decode, self._chunk_over, prompt, done, len(self._running))
+            return
+        self._stop_alone(now, len(prompt.chunks), now + seconds)
+
+    def _stop_alone(self, began: float, count: int, end: float) -> None:
+        self._version += 1
+        self._alone = (began, count, self._version)
+        self._agenda.at(end, self._alone_over, self._version)
+
+    def _plan(self, prompt: _Prompt) -> None:
+        """What its next chunks take: of all, where nothing else happens between them."""
         terms, job = self._profile.prefill, prompt.job
-        first = prompt.position == job.cached
-        seconds = prompt.load_s + terms.fixed_s * self._speed if first else 0.0
-        done = 0
-        while prompt.position + done < job.tokens:
-            size = min(terms.chunk_tokens, job.tokens - prompt.position - done)
-            seconds += self._profile.prefill_s(prompt.position + done, size) * self._speed * self._reader.next()
-            if job.first_chunk < 0:
-                job.first_chunk = self._agenda.now + seconds
-            done += size
+        extra = prompt.load_s + terms.fixed_s * self._speed if prompt.position == job.cached else 0.0
+        at = prompt.position
+        while at < job.tokens:
+            size = min(terms.chunk_tokens, job.tokens - at)
+            took = extra + self._profile.prefill_s(at, size) * self._speed * self._reader.next()
+            prompt.chunks.append((size, took))
+            extra, at = 0.0, at + size
             if self._decodes:
                 break
-        decode = self._mixed(done)
+
+    def _took(self, prompt: _Prompt, seconds: float, decode: float = 0.0) -> None:
         prompt.spent += seconds + decode
         self.busy_prefill_s += seconds
         self.busy_decode_s += decode
-        self._agenda.at(self._agenda.now + seconds + decode, self._chunk_over, prompt, done, len(self._running))
+
+    def _give_way(self) -> None:
+        """Chunks run in one go, and something has come: if it is due sooner, they stop behind the one that runs now."""
+        assert self._alone is not None
+        assert self._current is not None
+        if not self._prompts or self._prompts[0][0] > self._current.order:
+            return
+        began, count, _ = self._alone
+        end = began
+        for place, (_, took) in enumerate(self._current.chunks[: count - 1]):
+            end += took
+            if end >= self._agenda.now:
+                self._stop_alone(began, place + 1, end)
+                return
+
+    def _alone_over(self, version: int) -> None:
+        if self._alone is None or self._alone[2] != version:
+            return
+        count, prompt = self._alone[1], self._current
+        assert prompt is not None
+        self._alone = None
+        ran, prompt.chunks = prompt.chunks[:count], prompt.chunks[count:]
+        self._took(prompt, sum(took for _, took in ran))
+        self._chunk_over(prompt, sum(size for size, _ in ran), 0)
 
     def _mixed(self, tokens: int) -> float:
         """The decode step that rides along."""
@@ -326,7 +380,7 @@ class Worker:
         self.store.checkpoint(job.keys, job.cached, job.tokens)
         report = Prefilled(
             job.cached,
-            (job.source_began - job.source_queued) * self._drift,
+            (self._agenda.now - job.source_queued - prompt.spent) * self._drift,
             prompt.load_s * self._drift,
             prompt.load_bytes,
             (prompt.spent - prompt.load_s) * self._drift,
@@ -384,6 +438,7 @@ class Worker:
         """Assert that nothing is left behind. Raises AssertionError."""
         self.store.check()
         assert not self._prompts
+        assert not self._passed
         assert self._current is None
         assert not any((self._landing, self._joining, self._running)), "a request was left behind"
         assert self.store.pool.referenced == 0, "pages nobody holds"

@@ -7,7 +7,8 @@ ours reserves before it sends, and may keep a request waiting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from bench.sim.profile import Profile
 from bench.sim.store import Store
 from bench.sim.trace import Entry, TraceKeys
 from bench.sim.worker import Job, Prefilled, Worker
-from router.admission.admission import Admission, Ask
+from router.admission.admission import Admission, Ask, Limits
 from router.admission.admission import Config as AdmissionConfig
 from router.policy.index import NO_HIT, PrefixIndex
 from router.policy.ledger import Demand, Ledger
@@ -86,8 +87,11 @@ class _Flight:
     keys: TraceKeys
     outcome: Outcome
     request: RequestView
+    ask: Ask
     placement: Placement | None = None
     handed: bool = False
+    prefill_s: float = 0.0
+    moved: float = 0.0
 
     @property
     def key(self) -> Key:
@@ -102,9 +106,19 @@ class Counts:
 
 
 class World:
-    """run() once. reserving: the policy books before it sends and may wait (ours); else it only keeps count."""
+    """run() once. reserving: the policy books before it sends and may wait (ours); else it only keeps count. limits: of
+    the tenants that the entries name."""
 
-    def __init__(self, profile: Profile, fleet: Fleet, policy: Policy, speeds: Speeds, *, reserving: bool) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        fleet: Fleet,
+        policy: Policy,
+        speeds: Speeds,
+        *,
+        reserving: bool,
+        limits: Mapping[str, Limits] | None = None,
+    ) -> None:
         self.agenda = Agenda()
         self.profile = profile
         self.speeds = speeds
@@ -117,7 +131,9 @@ class World:
         self._views: list[WorkerView] = []
         self.workers: dict[str, Worker] = {}
         self._flights: dict[int, _Flight] = {}
-        self._admission = Admission(AdmissionConfig(max_waiting=1 << 30))
+        self._admission = Admission(AdmissionConfig(max_waiting=1 << 30), limits)
+        self._looks_at = -1.0  # when who waits looks again by itself
+        self._settled_at = -1.0
         self._build(fleet)
         self.fetches = Fetches(self.agenda, self._fabric, profile, speeds, self.workers, self._feed)
 
@@ -189,11 +205,21 @@ class World:
             tpot_goal_s=TPOT_GOAL_S,
             session=str(entry.blocks[min(1, len(entry.blocks) - 1)]),
         )
-        flight = _Flight(job, keys, outcome, request)
+        flight = _Flight(job, keys, outcome, request, self._ask(request, entry))
         self._flights[number] = flight
-        goal = now + request.ttft_goal_s
-        self._admission.enter(Ask(request.request_id, "", now, goal, float("inf")), now)
+        self._admission.enter(flight.ask, now)
         self._look_again()
+
+    def _ask(self, request: RequestView, entry: Entry) -> Ask:
+        return Ask(
+            request.request_id,
+            entry.tenant,
+            request.arrived,
+            due=request.arrived + request.ttft_goal_s,
+            deadline=float("inf"),
+            priority=entry.priority,
+            prefill_s=self.speeds.prefill_s("", entry.prompt_tokens, 0),
+        )
 
     def _try(self, flight: _Flight) -> bool:
         """Choose, book and send; False: it has to wait."""
@@ -206,7 +232,7 @@ class World:
             self._flights.pop(flight.job.number)
             return True
         if isinstance(decision, Wait):
-            self.agenda.at(now + max(decision.seconds, 0.001), self._look_again)
+            self._look_at(now + max(decision.seconds, 0.001))
             return False
         demands = self._demands(request, decision)
         if self._reserving:
@@ -214,12 +240,14 @@ class World:
                 return False
         else:
             self._ledger.charge(flight.key, demands, now)
-        self._send(flight, decision)
+        self._send(flight, decision, request.due)
         return True
 
     def _look(self, flight: _Flight, now: float) -> RequestView:
         return replace(
             flight.request,
+            due=self._admission.due(flight.ask) if self._reserving else math.inf,
+            behind=len(self._admission) - 1 if self._reserving else 0,
             hits=self._index.match(flight.keys),
             expected_hits=self._index.match(flight.keys, expected=True) if self._reserving else {},
             expected_output=self.speeds.output.expect(flight.job.tokens, 0),
@@ -233,7 +261,7 @@ class World:
         whole = request.tokens + int(request.expected_output)
         context = request.tokens + int(request.expected_output / 2)
         prefill_s = placed.forecast.load_s + placed.forecast.prefill_s
-        due = request.arrived + request.ttft_goal_s
+        due = request.due if self._reserving else 0.0
         source = placed.fetch.source if placed.fetch is not None else ""
         work = Demand(request.tokens, 1, 0, False, False, request.tokens - cached, max(prefill_s, 1e-6), due, source)
         if placed.local:
@@ -241,9 +269,10 @@ class World:
             return {placed.decode: local}
         return {placed.prefill: work, placed.decode: Demand(whole, 1, context, True, True)}
 
-    def _send(self, flight: _Flight, placed: Placement) -> None:
+    def _send(self, flight: _Flight, placed: Placement, due: float) -> None:
         job, outcome = flight.job, flight.outcome
         flight.placement = placed
+        job.due = due if self._reserving else 0.0
         outcome.local = placed.local
         outcome.predicted_s = placed.forecast.ttft_s
         outcome.waited_s = self.agenda.now - job.arrived
@@ -262,8 +291,15 @@ class World:
     def _submit(self, job: Job, placed: Placement) -> None:
         self.workers[placed.prefill].submit(job, local=placed.local)
 
+    def _look_at(self, when: float) -> None:
+        """Look again then, if not sooner anyhow."""
+        if not self.agenda.now < self._looks_at <= when:
+            self._looks_at = when
+            self.agenda.at(when, self._look_again)
+
     def _look_again(self) -> None:
         """Place who is next, until somebody has to wait."""
+        self._settled_at = -1.0
         while (ask := self._admission.head(self.agenda.now)) is not None:
             flight = self._flights[int(ask.request_id)]
             if not self._try(flight):
@@ -279,11 +315,13 @@ class World:
         placed = flight.placement
         assert placed is not None
         self._ledger.prefilled(flight.key, worker.name, now)
+        self._admission.computed(flight.request.request_id)
         self._learn(worker, job, report, placed)
         if report.load_bytes:
             self.speeds.learn_load(report.load_bytes, report.load_s)
         flight.outcome.ttft_s = now - job.arrived
         flight.outcome.cached = report.cached
+        flight.prefill_s = report.load_s + report.prefill_s
         if flight.outcome.predicted_s:
             self.speeds.ttft_error.learn(flight.outcome.predicted_s, now - job.arrived - flight.outcome.waited_s)
         self._feed(worker)
@@ -321,6 +359,7 @@ class World:
         flew = max(self.agenda.now - max(job.first_chunk, job.admitted), 0.0)
         early = min(flew * self._fabric.share(source.index, target.index), size - last)
         self.counts.moved_bytes += size
+        flight.moved = size
         began, flows = self.agenda.now, self._views_of(placed)
         sent = (size - early) * source.noise()
         for view in flows:
@@ -362,6 +401,12 @@ class World:
         outcome.tpot_s = (job.last - job.first) / (job.output - 1) if job.output > 1 else 0.0
         self.speeds.output.learn(job.tokens, job.output)
         self._ledger.release_all(flight.request.request_id, (1,), self.agenda.now)
+        self._admission.used(
+            flight.request.request_id,
+            prefill_s=flight.prefill_s,
+            moved=flight.moved,
+            token_seconds=(job.tokens + job.output / 2) * (job.last - job.first),
+        )
         self._admission.over(flight.request.request_id)
         del self._flights[job.number]
         self._settle_soon()
@@ -379,7 +424,8 @@ class World:
 
     def _settle_soon(self) -> None:
         """Room may have come: whoever waits is looked at after what happens now."""
-        if len(self._admission):
+        if len(self._admission) and self._settled_at < self.agenda.now:
+            self._settled_at = self.agenda.now
             self.agenda.at(self.agenda.now, self._look_again)
 
     def check(self) -> None:

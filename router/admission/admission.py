@@ -6,9 +6,13 @@ deadline cannot be met any more.
 
 A bounded queue. Within a tenant requests are ordered by due time (arrival + TTFT objective); priorities move the due
 time, and waiting moves everybody forward, so nothing starves. Between tenants the one that has been served least for
-its weight is next, where service is what was really used: prefill seconds, bytes moved, decode residency. Limits give
-429 for one's own quota and 503 for the fleet's saturation, with reason and Retry-After. Nothing is shed after its first
-byte: what has left the queue never comes back to it.
+its weight is next, where service is what was really used: prefill seconds, bytes moved, decode residency; a priority is
+worth a fixed amount of service there. Limits give 429 for one's own quota and 503 for the fleet's saturation, with
+reason and Retry-After. Nothing is shed after its first byte: what has left the queue never comes back to it.
+
+What has left it still waits at a worker, which computes first what is due first. due() is what workers are told, so
+that this order is fair as well: time spent behind one's own tenant's requests does not count as lateness, and nobody is
+due before the prompts of a tenant that has been served less.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from dataclasses import dataclass, field
 
 from runtime.errors import DeadlineExceeded, PdserveError, QuotaExceeded, Saturated
 from runtime.values import value
+
+PRIORITY_STEP_S = 5.0
+"""What one priority is worth, in due time and in service. engine.order counts with the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,8 @@ class _Tenant:
     spent: int = 0  # charged to the bucket since take_spent()
     heap: list[tuple[float, int, Ask]] = field(default_factory=list)
     waiting: int = 0
+    left_at: float = 0.0  # when its last one left the queue
+    computing: dict[str, tuple[float, int]] = field(default_factory=dict)  # of prompts at workers: due, priority
 
     @property
     def inflight(self) -> int:
@@ -78,11 +87,12 @@ class _Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """max_waiting: requests in the queue, all tenants. priority_step_s: what one priority is worth in due time; ageing:
-    none is needed beyond it, since due times are absolute and the clock passes them all."""
+    """max_waiting: requests in the queue, all tenants. priority_step_s: what one priority is worth in due time, and in
+    service between tenants; ageing: none is needed beyond it, since due times are absolute and the clock passes them
+    all, and those that are served more fall behind."""
 
     max_waiting: int = 1024
-    priority_step_s: float = 5.0
+    priority_step_s: float = PRIORITY_STEP_S
     max_debt_s: float = 30.0
     prices: Prices = Prices()
 
@@ -95,6 +105,7 @@ class Admission:
         self._limits = dict(limits or {})
         self._tenants: dict[str, _Tenant] = {}
         self._where: dict[str, str] = {}  # request -> tenant, while it waits
+        self._computing: dict[str, _Tenant] = {}  # those with prompts at workers
         self._runs: dict[str, tuple[str, float]] = {}  # request -> tenant, seconds charged in advance
         self._order = 0
         self._floor = 0.0  # virtual time of the last one served: where a newcomer begins
@@ -169,6 +180,18 @@ class Admission:
         best = self._next_tenant()
         return best.heap[0][2] if best is not None else None
 
+    def due(self, ask: Ask) -> float:
+        """When its first token is due as workers are told, if it leaves the queue now."""
+        tenant, step = self._tenant(ask.tenant), self._config.priority_step_s
+        due = max(ask.arrived, tenant.left_at) + ask.due - ask.arrived + step * ask.priority
+        mine = tenant.served + step * ask.priority
+        for other in self._computing.values():
+            if other is not tenant:
+                for theirs, priority in other.computing.values():
+                    if theirs > due and other.served + step * priority < mine:
+                        due = theirs
+        return due
+
     def expired(self, now: float) -> list[Ask]:
         """Take out everybody who cannot be answered in time any more."""
         late = [
@@ -197,6 +220,9 @@ class Admission:
         tenant = self._tenants[name]
         ask = next(entry[2] for entry in tenant.heap if entry[2].request_id == request_id)
         self.leave(request_id)
+        tenant.computing[request_id] = (self.due(ask), ask.priority)
+        self._computing[name] = tenant
+        tenant.left_at = now
         self._floor = max(self._floor, tenant.served)
         self._charge(name, ask.prefill_s)
         tenant.running += 1
@@ -221,11 +247,24 @@ class Admission:
             self._runs[request_id] = (name, 0.0)
         self._charge(name, cost)
 
+    def computed(self, request_id: str) -> None:
+        """Its first token is there: it waits for nothing any more. Idempotent."""
+        run = self._runs.get(request_id)
+        if run is not None:
+            self._computed(run[0], request_id)
+
+    def _computed(self, name: str, request_id: str) -> None:
+        tenant = self._tenants[name]
+        tenant.computing.pop(request_id, None)
+        if not tenant.computing:
+            self._computing.pop(name, None)
+
     def over(self, request_id: str) -> bool:
         """The request has ended. Idempotent."""
         run = self._runs.pop(request_id, None)
         if run is None:
             return False
+        self._computed(run[0], request_id)
         self._tenants[run[0]].running -= 1
         return True
 
@@ -264,11 +303,14 @@ class Admission:
 
     def _next_tenant(self) -> _Tenant | None:
         best: _Tenant | None = None
+        least: tuple[float, tuple[float, int]] | None = None
         for tenant in self._tenants.values():
             if tenant.waiting:
                 self._tidy(tenant)
-                if best is None or (tenant.served, tenant.heap[0][:2]) < (best.served, best.heap[0][:2]):
-                    best = tenant
+                due, order, ask = tenant.heap[0]
+                rank = (tenant.served + self._config.priority_step_s * ask.priority, (due, order))
+                if least is None or rank < least:
+                    best, least = tenant, rank
         return best
 
     def _tidy(self, tenant: _Tenant) -> None:
@@ -302,5 +344,7 @@ class Admission:
             waiting = [entry for entry in tenant.heap if self._where.get(entry[2].request_id) == name]
             assert tenant.waiting == len(waiting)
             assert tenant.running == sum(run[0] == name for run in self._runs.values())
+            assert all(self._runs[request][0] == name for request in tenant.computing)
+            assert bool(tenant.computing) == (name in self._computing)
         assert not self._where.keys() & self._runs.keys(), "a request waits and runs"
         assert len(self._where) <= self._config.max_waiting

@@ -42,8 +42,9 @@ class CostConfig:
     of a second during which somebody else's decoding stands still. miss_s: price of a missed objective. margin: share
     of an objective that is planned with. tie: costs this close are equal (a share, and at least tie_s).
     share_window_s: over which a decode worker's share of prefill is counted. chunk_tokens: tokens of a prompt that
-    become readable at once. hold_s: prefill queues longer than this make a request wait here, 0 = never. deflect:
-    workers of the decode role may prefill. fetch_share: a prefix is fetched when that takes less than this share of
+    become readable at once. pause_tokens: of a chunk, after which a prompt gives way to one that is due sooner. hold_s:
+    a request waits here while every prefill worker has more than this to do before it, 0 = never. deflect: workers
+    of the decode role may prefill. fetch_share: a prefix is fetched when that takes less than this share of
     computing it, since a prompt that waits for its prefix loses its place in the queue. finalists: of each half,
     combined into pairs.
     """
@@ -58,6 +59,7 @@ class CostConfig:
     tie_s: float = 0.001
     share_window_s: float = 5.0
     chunk_tokens: int = 4096
+    pause_tokens: int = 1024
     hold_s: float = 0.0
     deflect: bool = True
     fetch_share: float = 0.5
@@ -103,6 +105,7 @@ class Predicted:
         self._speeds = speeds
         self._config = config or CostConfig()
         self._rents = Rents()
+        self._pause_s = 0.0  # half a chunk: until a prompt gives way to one that is due sooner
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView], now: float) -> Decision:
         found = pairable(request, workers)
@@ -127,12 +130,15 @@ class Predicted:
     ) -> Decision:
         self._speeds.relax(now)
         price = self._price(prefills, now)
+        self._pause_s = 0.5 * self._speeds.prefill_s("", self._config.pause_tokens, 0)
         among = holders(request, workers)
         rests = sorted((self._rest(request, worker, now) for worker in decodes), key=lambda rest: rest.cost)
         able = {worker.worker_id for worker in prefills}
-        starts = sorted(
-            (self._start(request, worker, now, price, among) for worker in prefills), key=lambda start: start.cost
-        )
+        starts = [self._start(request, worker, now, price, among) for worker in prefills]
+        if request.behind:  # whoever waits here waits for these workers
+            for start in starts:
+                start.cost += request.behind * start.prefill_s / len(prefills)
+        starts.sort(key=lambda start: start.cost)
         options = self._pairs(request, starts, rests, now)
         options += self._locals(request, rests, able, price, among, now)
         if not options:
@@ -141,9 +147,15 @@ class Predicted:
         way = self._copy(request, way, options, prefills) or way
         best = self._placement(*way)
         hold = self._config.hold_s
-        if hold and best.forecast.queue_s > hold:
+        if hold and best.forecast.queue_s > hold and self._all_busy(request, way[1].worker, prefills, now):
             return Wait(best.forecast.queue_s - hold, "workers_busy")
         return best
+
+    def _all_busy(self, request: RequestView, chosen: WorkerView, prefills: Sequence[WorkerView], now: float) -> bool:
+        """Everywhere it would stand behind others for longer than it should. While a worker is free it may queue for
+        another, that has its prefix: it is in nobody's way."""
+        hold = self._config.hold_s
+        return all(worker.queue_s(now, request.due) > hold for worker in (chosen, *prefills))
 
     # --- the halves ---------------------------------------------------------------------------------------------
 
@@ -166,7 +178,7 @@ class Predicted:
         coming = request.expected_hits.get(worker.bit)
         said = min(max(hit.resume, coming.resume if coming is not None else 0), request.tokens - 1)
         cached = int(said * self._speeds.trust.of(worker.worker_id))
-        queue_s = worker.queue_s(now)
+        queue_s = worker.queue_s(now, request.due, self._pause_s)
         load_s = self._load_s(hit, worker)
         prefill_s = self._speeds.prefill_s(worker.worker_id, request.tokens - cached, cached, step_s)
         fetch = best(self._speeds, request, worker, cached, among, step_s) if among else None
@@ -183,7 +195,8 @@ class Predicted:
                 fetch = None
         ttft = max(queue_s, fetch.seconds if fetch is not None else 0.0) + load_s + prefill_s
         cost = ttft + price * (prefill_s + load_s)
-        cost += worker.fetching * prefill_s  # those whose prefix is still coming are overtaken
+        passed = worker.passed(request.due) if worker.work else 0
+        cost += (worker.fetching + passed) * prefill_s  # those due later, or whose prefix still comes, are overtaken
         cost += self._missed(request.waited_s + ttft, request.ttft_goal_s)
         return _Start(worker, queue_s, load_s, prefill_s, cached, cost, fetch, step_s, said)
 
@@ -319,7 +332,8 @@ class Predicted:
         if copy is not None:
             work = copy[1].load_s + copy[1].prefill_s - start.load_s - start.prefill_s
             price = copy[0] - cost + max(work, 0.0) * sum(bool(w.work) for w in prefills) / max(len(prefills), 1)
-        return copy if self._rents.due(links[-1], request.request_id, start.queue_s, price) else None
+        waits = start.queue_s * (1.0 + request.behind / len(prefills))  # those behind it wait as well
+        return copy if self._rents.due(links[-1], request.request_id, waits, price) else None
 
     def _placement(self, cost: float, start: _Start, rest: _Rest, late_s: float) -> Placement:
         forecast = Forecast(

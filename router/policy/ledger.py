@@ -30,9 +30,9 @@ class Short(Enum):
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What one leg needs of one worker. prefill_s > 0 or prefill_tokens > 0: a prompt to run, predicted to take that
-    long. tokens: pages for the prompt, headroom and staging, in tokens. context: tokens its decode steps will read.
-    decode: it will generate here. landing: its pages arrive from elsewhere first. fetch_from: the worker from which it
-    reads a prefix before its prompt is run, "" = none."""
+    long; due: as the worker is told. tokens: pages for the prompt, headroom and staging, in tokens. context: tokens its
+    decode steps will read. decode: it will generate here. landing: its pages arrive from elsewhere first. fetch_from:
+    the worker from which it reads a prefix before its prompt is run, "" = none."""
 
     tokens: int = 0
     slots: int = 0
@@ -197,12 +197,10 @@ class Ledger:
         if demand.landing:
             view.landing += 1
         if prefilling:
-            if not view.work:
-                view.head_since = now
             if demand.decode:
                 view.mix(demand.prefill_s, now)
             self._order += 1
-            view.work[key] = Work(demand.prefill_s, demand.prefill_tokens, (demand.due, self._order))
+            view.begin(key, Work(demand.prefill_s, demand.prefill_tokens, (demand.due, self._order)), now)
             view.prefill_tokens += demand.prefill_tokens
             source = self._views.get(demand.fetch_from)
             if source is not None:
@@ -213,9 +211,7 @@ class Ledger:
     def _work_over(self, key: Key, booking: _Booking, now: float) -> None:
         if booking.prefilling:
             booking.prefilling = False
-            work = booking.view.work.pop(key)
-            booking.view.prefill_tokens -= work.tokens
-            booking.view.head_since = max(now, booking.view.head_since)
+            booking.view.prefill_tokens -= booking.view.end(key, now).tokens
             if booking.source is not None:
                 booking.source.serving -= 1
                 booking.view.fetching -= 1

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class _Paid:
     seconds: float = 0.0
-    last: str = ""  # the request that paid last: it may ask more than once
+    last: str = ""  # the request that paid last, and how much: it may ask more than once
+    by_last: float = 0.0
 
 
 class Rents:
@@ -37,8 +38,9 @@ class Rents:
         paid = self._paid.setdefault(prefix, _Paid())
         self._paid.move_to_end(prefix)
         if paid.last != request_id:
-            paid.seconds += wait_s
-            paid.last = request_id
+            paid.last, paid.by_last = request_id, 0.0
+        paid.seconds += max(wait_s - paid.by_last, 0.0)
+        paid.by_last = max(wait_s, paid.by_last)
         if paid.seconds >= price_s:
             del self._paid[prefix]
             return True

@@ -20,11 +20,18 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class Work:
-    """One prompt a worker has accepted and not answered. seconds: predicted. order: due time, then arrival."""
+    """One prompt a worker has accepted and not answered. seconds: predicted. order: due time, then arrival. done_s:
+    what is done of it, when it is not the one that runs."""
 
     seconds: float
     tokens: int
     order: tuple[float, int]
+    done_s: float = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Never nothing: what is late is not done."""
+        return max(self.seconds - self.done_s, 0.1 * self.seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +52,8 @@ class WorkerView:
     state_bytes: float = 0.0
     # account: prefill
     work: dict[Key, Work] = field(default_factory=dict)
-    head_since: float = 0.0  # when the work that runs now began, as far as we know
+    head: Key | None = None  # of the work that runs now, as far as we know: workers run what is due first
+    head_since: float = 0.0  # when it began, or went on
     prefill_tokens: int = 0  # uncached tokens of `work`
     # account: decode
     decoding: int = 0  # requests placed here for decoding, arrived or not
@@ -61,16 +69,45 @@ class WorkerView:
     mixed_s: float = 0.0  # seconds of prefill booked beside decoding, decaying; as of `mixed_at`
     mixed_at: float = 0.0
 
-    def queue_s(self, now: float) -> float:
-        """Predicted seconds until everything accepted here is prefilled. The one that runs counts less as it ages, but
-        never as over: it is late, not done. And what is late by some time is expected to take as long again, so that a
-        worker that has stopped, or knows less than it says, is avoided before any timer of ours runs out."""
+    def queue_s(self, now: float, due: float = math.inf, pause_s: float = 0.0) -> float:
+        """Predicted seconds until a prompt due then is next here; without one, until everything accepted is prefilled.
+        The one that runs counts less as it ages, but never as over: it is late, not done. And what is late by some time
+        is expected to take as long again, so that a worker that has stopped, or knows less than it says, is avoided
+        before any timer of ours runs out. pause_s: until one that is due later gives way."""
         if not self.work:
             return 0.0
-        total = sum(work.seconds for work in self.work.values())
-        head = next(iter(self.work.values())).seconds
-        age = now - self.head_since
-        return total - head + max(head - age, 0.1 * head, age - head)
+        head = self.work.get(self.head) if self.head is not None else None
+        if head is None:
+            head = next(iter(self.work.values()))
+        ran = now - self.head_since + head.done_s
+        left = max(head.seconds - ran, 0.1 * head.seconds, ran - head.seconds)
+        if head.order[0] > due:
+            left = min(left, pause_s)
+        for work in self.work.values():
+            if work is not head and work.order[0] <= due:
+                left += work.left_s
+        return left
+
+    def passed(self, due: float) -> int:
+        """Prompts here that one due then would pass."""
+        return sum(work.order[0] > due for work in self.work.values())
+
+    def begin(self, key: Key, work: Work, now: float) -> None:
+        """One more prompt is here. If it is due before the one that runs, that waits."""
+        running = self.work.get(self.head) if self.head is not None else None
+        self.work[key] = work
+        if running is None or work.order < running.order:
+            if running is not None:
+                running.done_s += max(now - self.head_since, 0.0)
+            self.head, self.head_since = key, now
+
+    def end(self, key: Key, now: float) -> Work:
+        """It is prefilled, or gone."""
+        work = self.work.pop(key)
+        if key == self.head:
+            self.head = min(self.work, key=lambda other: self.work[other].order, default=None)
+        self.head_since = max(now, self.head_since)
+        return work
 
     def mixed_share(self, now: float, window_s: float) -> float:
         """Share of the last `window_s` spent on prompts beside decoding."""
@@ -90,7 +127,9 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """expected_output: an estimate. ttft_goal_s and tpot_goal_s: the objective; 0 = none. hits: bit -> hit."""
+    """expected_output: an estimate. ttft_goal_s and tpot_goal_s: the objective; 0 = none. hits: bit -> hit. due: what
+    the workers are told, who run what is due first; inf = they are not told, and it is behind all others. behind:
+    requests that wait in the router's line behind this one."""
 
     request_id: str
     tokens: int
@@ -103,6 +142,8 @@ class RequestView:
     tpot_goal_s: float = 0.0
     session: str = ""
     waited_s: float = 0.0
+    due: float = math.inf
+    behind: int = 0
 
     def hit(self, worker: WorkerView) -> Hit:
         return self.hits.get(worker.bit, NO_HIT)

@@ -181,7 +181,7 @@ def test_every_term_of_a_profile_is_used(name: str, section: str, key: str, fact
         content["pool"].update(state_slots=6, host_state_slots=20)
     if section == "transfer":
         content["transfer"]["bandwidth_Bps"] = 2e9
-    policy = "round_robin" if section == "transfer" else "predicted"
+    policy = "round_robin" if section == "transfer" or key == "disk_Bps" else "predicted"
     changed = copy.deepcopy(content)
     value = float(changed[section][key])
     changed[section][key] = type(changed[section][key])(value * factor) if value > 1 else value * factor
