@@ -1,9 +1,11 @@
 """A hybrid model on a CPU: our step against transformers', and what cached states save.
 
-    python -m bench.hybrid [--threads 1] [--prompt 2048] [--repeat 3]
+    python -m bench.hybrid [--threads 1] [--prompt 2048] [--repeat 3] [--family kimi_linear] [--steps-only]
 
-Kimi-Linear, 8 layers, hidden 512, random weights in fp32. Every figure is a ratio of times taken in turn in one run, so
-that a busy machine slows both alike; the best of the repetitions counts. Prints one JSON object.
+8 layers, hidden 512, random weights in fp32. Every figure is a ratio of times taken in turn in one run, so that a busy
+machine slows both alike; the best of the repetitions counts. decode_* is what one gets without any switch; where the
+layers' decode rows are compiled (decode_compiled), tensor_operations_* is the same step without. Prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -58,12 +60,55 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_TOKENS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "kimi_linear": SHAPE,
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "max_position_embeddings": 16384,
+        **_TOKENS,
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "hidden_size": 512,
+        "intermediate_size": 256,
+        "shared_intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "layer_types": ["mamba", "mamba", "mamba", "attention"] * 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "mamba_n_heads": 16,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 64,
+        "mamba_d_conv": 4,
+        "attention_multiplier": 0.125,
+        "max_position_embeddings": 16384,
+        **_TOKENS,
+    },
+}
 GREEDY = SampleSpec(SamplingParams(), 0, 0)
 
 
-def runner(threads: int) -> TorchRunner:
-    options = RunnerOptions(dtype="float32", device="cpu", threads=threads)
-    return TorchRunner(AutoConfig.for_model(**SHAPE).to_dict(), RandomWeights(0), options)
+def runner(threads: int, family: str = "kimi_linear", *, fused: bool = True) -> TorchRunner:
+    options = RunnerOptions(dtype="float32", device="cpu", threads=threads, fused=fused)
+    return TorchRunner(AutoConfig.for_model(**FAMILIES[family]).to_dict(), RandomWeights(0), options)
 
 
 def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
@@ -97,9 +142,9 @@ def steps(ours: TorchRunner, prompt: int) -> tuple[Callable[[], object], Callabl
     return prefill, lambda: ours.run(StepPlan(1, rows))
 
 
-def theirs(prompt: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def theirs(prompt: int, family: str) -> tuple[Callable[[], object], Callable[[], object]]:
     factory: Any = AutoModelForCausalLM
-    model = factory.from_config(AutoConfig.for_model(**SHAPE), dtype=torch.float32).eval()
+    model = factory.from_config(AutoConfig.for_model(**FAMILIES[family]), dtype=torch.float32).eval()
     text = torch.tensor([tokens(prompt)])
     with torch.inference_mode():
         cache = model(torch.randint(3, VOCAB, (BATCH, 256)), use_cache=True).cache
@@ -115,17 +160,23 @@ def theirs(prompt: int) -> tuple[Callable[[], object], Callable[[], object]]:
     return prefill, decode
 
 
-def against_transformers(threads: int, prompt: int, repeat: int) -> dict[str, float]:
-    ours = runner(threads)
-    ours.allocate(20 * BATCH + prompt // 16 + 8, BATCH + 2)
+def against_transformers(threads: int, prompt: int, repeat: int, family: str) -> dict[str, Any]:
+    ours, plain = (runner(threads, family, fused=fused) for fused in (True, False))
+    for one in (ours, plain):
+        one.allocate(20 * BATCH + prompt // 16 + 8, BATCH + 2)
     torch.set_num_threads(threads)
-    mine, reference = steps(ours, prompt), theirs(prompt)
-    found: dict[str, float] = {}
-    for name, a, b, many in (("prefill", mine[0], reference[0], repeat), ("decode", mine[1], reference[1], 5 * repeat)):
-        a()
-        b()
-        ours_s, theirs_s = best(a, many), best(b, many)
-        found |= {f"{name}_ms": 1e3 * ours_s, f"{name}_times_transformers": theirs_s / ours_s}
+    mine, operations, reference = steps(ours, prompt), steps(plain, prompt), theirs(prompt, family)
+    found: dict[str, Any] = {"family": family, "decode_compiled": ours.layers_compiled is not None}
+    for i, (name, many) in enumerate((("prefill", repeat), ("decode", 10 * repeat))):
+        works = {"": mine[i], "tensor_operations_": operations[i], "transformers_": reference[i]}
+        taken: dict[str, list[float]] = {kind: [] for kind in works}
+        for _ in range(1 + many):  # the first one warms up
+            for kind, work in works.items():
+                taken[kind].append(best(work, 1))
+        least = {kind: min(times) for kind, times in taken.items()}
+        found |= {f"{kind}{name}_ms": 1e3 * seconds for kind, seconds in least.items()}
+        for kind in ("", "tensor_operations_"):
+            found[f"{kind}{name}_times_transformers"] = least["transformers_"] / least[kind]
     return found
 
 
@@ -241,8 +292,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--family", choices=FAMILIES, default="kimi_linear", help="of the steps against transformers")
+    parser.add_argument("--steps-only", action="store_true", help="nothing about cached states")
     args = parser.parse_args()
-    report: dict[str, Any] = against_transformers(args.threads, args.prompt, args.repeat)
+    report = against_transformers(args.threads, args.prompt, args.repeat, args.family)
+    if args.steps_only:
+        print(json.dumps(report, indent=2))
+        return
     report |= cached_states(args.threads, args.repeat)
     report |= long_prompt(args.threads, args.repeat)
     report["policies"] = conversation(args.threads)

@@ -134,9 +134,12 @@ class Inputs:
         null_rows = -len(decode) % STEADY_ROWS if self._alone else 0
         return LinearStep(slots, plan, null_rows, self._replay(decode) if self._ring > 1 else None)
 
-    def _replay(self, decode: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _replay(self, decode: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """None where no row has records or leaves one: then it is plain decoding, by plain decoding's code."""
         held = [records_of(r.slot, r.start, r.whole, self._ring) if r.whole >= 0 else 0 for r in decode]
         fold = [folds(r.slot, r.start, r.whole, self._ring) for r in decode]
+        if not any(held) and all(fold):
+            return None
         return self._device_copy(np.array(held, dtype=np.int64)), torch.tensor(fold, device=self._device)
 
     def _flat(self, rows: Sequence[Row], count: int) -> tuple[Array, Array, Array]:
