@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench._http_load import body
-from protos.v1 import common_pb2, decode_pb2
+from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.api import replies, schema
 from router.params import Limits, check, check_prompt, clamp, model_defaults, sampling
 from router.policy import pairing
@@ -75,11 +75,14 @@ def parts(model: str) -> dict[str, float]:
         sampling(clamp(found, len(tokens), limits), codec.eos)
 
     def submitted() -> None:
-        for _ in range(2):
-            work = common_pb2.WorkRequest(
-                ref=ref, tokens=tokens, prompt_len=len(tokens), sampling=wire, n=1, remaining_ms=1, traceparent="0" * 55
-            )
-            decode_pb2.DecodeCommand(submit=decode_pb2.DecodeSubmit(request=work)).SerializeToString()
+        command = decode_pb2.DecodeCommand()
+        for work in (prefill_pb2.PrefillCommand().submit, command.submit.request):
+            work.ref.CopyFrom(ref)
+            work.tokens.extend(tokens)
+            work.sampling.CopyFrom(wire)
+            work.prompt_len, work.n, work.remaining_ms, work.traceparent = len(tokens), 1, 1, "0" * 55
+        command.SerializeToString()
+        command.SerializeToString()
 
     def answered() -> None:
         progress = Progress.of(params, codec.decoder(skip_special=True), tokens, frozenset(wire.stop_token_ids))

@@ -25,7 +25,7 @@ BODY_TIMEOUT_S = 60.0
 class Taken:
     """A request of the lane (asked.Asked). Its body may still be on its way."""
 
-    __slots__ = ("_parts", "_protocol", "_waiter", "_wanted", "headers", "missing", "request_id", "tenant")
+    __slots__ = ("_come", "_protocol", "_waiter", "_wanted", "headers", "missing", "request_id", "tenant")
 
     plain = True
     chunks = True
@@ -36,7 +36,7 @@ class Taken:
         self.request_id = new_request_id()
         self.tenant: Tenant = OPEN
         self.missing = head.length - len(start)
-        self._parts = [start]
+        self._come: bytes | bytearray = start
         self._wanted = True
         self._protocol = protocol
         self._waiter: asyncio.Future[None] | None = None
@@ -45,7 +45,9 @@ class Taken:
         """More bytes of the connection. Returns what comes after the body."""
         part = data[: self.missing]
         if self._wanted:
-            self._parts.append(part)
+            if type(self._come) is bytes:  # in one piece, however small the packets are
+                self._come = bytearray(self._come)
+            self._come += part
         self.missing -= len(part)
         if not self.missing and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -54,11 +56,11 @@ class Taken:
     def discard(self) -> None:
         """It was answered before all of it had come: nobody reads the rest."""
         self._wanted = False
-        self._parts.clear()
+        self._come = b""
 
     async def body(self, max_bytes: int) -> bytes:
         """Raises InvalidRequest when it does not come, PayloadTooLarge at once for one that will be."""
-        if self.missing + sum(map(len, self._parts)) > max_bytes:
+        if self.missing + len(self._come) > max_bytes:
             raise PayloadTooLarge("the body is too large", field="body", limit=f"{max_bytes} bytes")
         if self.missing:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -67,8 +69,8 @@ class Taken:
                     await self._waiter
             except TimeoutError as exc:
                 raise InvalidRequest("the body did not come in time", reason="request_timeout", field="body") from exc
-        parts, self._parts = self._parts, []
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        whole, self._come = bytes(self._come), b""
+        return whole
 
     def transport(self) -> asyncio.Transport:
         return answer.open_transport(self._protocol.transport)

@@ -290,9 +290,12 @@ def params_of(body: ChatBody | CompletionBody, defaults: Params) -> Params:
     )
 
 
+_USUAL_RETENTION = CacheRetention()
+
+
 def _retention(body: _Generation) -> Retention:
     """OpenAI's two fields, or our one object; each value once."""
-    own = body.cache_retention or CacheRetention()
+    own = body.cache_retention or _USUAL_RETENTION
     if body.prompt_cache_key and own.session:
         raise InvalidRequest("prompt_cache_key and cache_retention.session are one thing", field="prompt_cache_key")
     if body.prompt_cache_retention and own.ttl_ms:

@@ -50,7 +50,7 @@ class Protocol(web.RequestHandler):
         self._owed = 0  # bytes the library has yet to be given of the request it has begun; _UNKNOWN: who can say
         self._taken: Taken | None = None  # a request of the lane
         self._task: asyncio.Task[None] | None = None  # which answers it
-        self._ahead = b""  # what came behind it
+        self._ahead = bytearray()  # what came behind it
 
     def data_received(self, data: bytes) -> None:
         """aiohttp takes a body that turns bad for the next request: the handler that waits for it would never hear."""
@@ -137,7 +137,8 @@ class Protocol(web.RequestHandler):
         self._next_keepalive_close_time = close_at = self._loop.time() + self._keepalive_timeout
         if self._keepalive_handle is None:
             self._keepalive_handle = self._loop.call_at(close_at, self._process_keepalive)
-        ahead, self._ahead = self._ahead, b""
+        ahead = bytes(self._ahead)
+        self._ahead.clear()
         if self._buffer_paused:
             self._resume_reading_for_buffer()
         if ahead:
