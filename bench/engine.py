@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from bench._options import whole
 from engine.kernels.attention import Block, block_rows, decode_attention, prefill_attention
 from engine.layers.linear import Linear
 from engine.models.llama import LlamaConfig
@@ -294,8 +295,8 @@ def missed(name: str, result: Mapping[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=whole, default=1)
+    parser.add_argument("--rounds", type=whole, default=8)
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: with one thread on a busy machine"
     )

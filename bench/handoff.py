@@ -29,6 +29,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from bench._options import positive, whole
 from bench.router import cpu_s, free_port
 from runtime.config import Config
 from runtime.modelfiles import ModelFiles
@@ -209,10 +210,10 @@ def missed(result: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--idle-seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=whole, default=15)
+    parser.add_argument("--threads", type=whole, default=1)
+    parser.add_argument("--prompt-tokens", type=whole, default=512)
+    parser.add_argument("--idle-seconds", type=positive, default=5.0)
     parser.add_argument(
         "--flag", action="append", default=[], metavar="KEY=VALUE", help="of the workers' configuration"
     )

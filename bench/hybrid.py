@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench._options import whole
 from engine.api import EngineRequest, Mode, Tokens
 from engine.loop import Engine, EngineSpec
 from engine.plan import Row, SampleSpec, SamplingParams, StepPlan
@@ -289,9 +290,9 @@ def conversation(threads: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=2048)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--threads", type=whole, default=1)
+    parser.add_argument("--prompt", type=whole, default=2048)
+    parser.add_argument("--repeat", type=whole, default=3)
     parser.add_argument("--family", choices=FAMILIES, default="kimi_linear", help="of the steps against transformers")
     parser.add_argument("--steps-only", action="store_true", help="nothing about cached states")
     args = parser.parse_args()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench._options import whole
 from engine.kernels.conv import conv_prefill
 from engine.kernels.delta_chunk import delta_chunk
 from engine.kernels.delta_chunk_plan import CHUNK, ChunkPlan
@@ -269,11 +270,11 @@ class _Traffic:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--repeat", type=int, default=6)
+    parser.add_argument("--threads", type=whole, default=1)
+    parser.add_argument("--tokens", type=whole, default=2048)
+    parser.add_argument("--repeat", type=whole, default=6)
     parser.add_argument("--only", choices=["prefill", "decode", "replay"], action="append")
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--heads", type=whole, default=4)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     wanted = options.only or ["prefill", "decode", "replay"]

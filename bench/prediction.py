@@ -35,6 +35,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from bench._options import positive, whole
 from bench._stages import Row, Watch, by_length, table
 from bench.handoff import MODEL, TEXT
 from bench.router import free_port
@@ -305,9 +306,9 @@ def show(result: dict[str, Any]) -> None:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", default="predicted,least_load")
-    parser.add_argument("--requests", type=int, default=96, help="of each policy")
-    parser.add_argument("--rate", type=float, default=1.2, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=200.0, help="after which no block of requests begins")
+    parser.add_argument("--requests", type=whole, default=96, help="of each policy")
+    parser.add_argument("--rate", type=positive, default=1.2, help="requests per second")
+    parser.add_argument("--seconds", type=positive, default=200.0, help="after which no block of requests begins")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     logs.setup(Config(log_level="error"), role="router")

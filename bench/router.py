@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._http_load import QUESTION
+from bench._options import positive
 from bench._router_parts import parts
 from runtime.config import Config
 from runtime.modelfiles import ModelFiles
@@ -44,7 +45,6 @@ LATENCY_CASE = ("short", 1, 16)
 LIGHT = 0.3
 TURN_S = 0.5
 START_S = 90.0
-LONGEST_S = 3600.0
 
 
 def cpu_s(pid: int) -> float:
@@ -225,19 +225,11 @@ def _pinned(model: str) -> Iterator[tuple[int, str, str]]:
             os.sched_setaffinity(0, before)
 
 
-def seconds(text: str) -> float:
-    """Of one case."""
-    number = float(text)
-    if not 0 < number <= LONGEST_S:
-        raise argparse.ArgumentTypeError(f"more than 0 and at most {LONGEST_S:g}")
-    return number
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--seconds", type=seconds, default=4.0)
+    parser.add_argument("--seconds", type=positive, default=4.0)
     parser.add_argument("--no-pin", dest="pin", action="store_false")
     parser.add_argument("--parts", action="store_true")
     options = parser.parse_args(arguments)

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench._options import whole
 from engine.api import EngineRequest, Event, Failed, Mode, Tokens
 from engine.loop import Engine, EngineSpec
 from engine.plan import SamplingParams
@@ -257,8 +258,8 @@ def missed(figures: dict[str, dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=whole, default=5)
+    parser.add_argument("--threads", type=whole, default=1)
     arguments = parser.parse_args()
     bench = Bench(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:

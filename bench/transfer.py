@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import uvloop
 
+from bench._options import whole
 from kvtransfer.checksum import wsum64
 from kvtransfer.layout import Rank, fingerprint
 from kvtransfer.mapping import Moves, UnitRead, moves
@@ -350,7 +351,7 @@ async def measure(rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", action="store_true", help="be the source process")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=whole, default=15)
     arguments = parser.parse_args()
     if arguments.source:
         uvloop.run(_source())

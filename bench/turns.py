@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench._options import whole
 from engine.api import EngineRequest, Event, Failed, Mode, Tokens
 from engine.loop import Engine, EngineSpec
 from engine.plan import SamplingParams
@@ -237,9 +238,9 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--talks", type=int, default=9)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--policies", type=int, default=len(POLICIES), help="only the first so many")
+    parser.add_argument("--talks", type=whole, default=9)
+    parser.add_argument("--turns", type=whole, default=4)
+    parser.add_argument("--policies", type=whole, default=len(POLICIES), help="only the first so many")
     parser.add_argument("--plot", type=Path, help="write a picture there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench.__main__ import benchmarks, main
+from bench.__main__ import FOLDER, benchmarks, main
+from bench._options import positive, whole
 
 
 def test_every_benchmark_is_listed_with_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +36,19 @@ def test_a_folder_of_the_same_name_where_the_user_is_changes_nothing(tmp_path: P
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--speedup" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e9", "x", ""])
+def test_a_number_that_nothing_can_be_measured_with_is_refused(text: str) -> None:
+    for kind in (whole, positive):
+        with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+            kind(text)
+    assert (whole("3"), positive("0.5")) == (3, 0.5)
+
+
+@pytest.mark.parametrize("name", benchmarks())
+def test_every_number_of_a_benchmark_is_checked_before_it_starts(name: str) -> None:
+    """A seed may be any number."""
+    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    taken = [line for line in source.splitlines() if re.search(r"add_argument\(.*type=(int|float)\b", line)]
+    assert [line for line in taken if '"--seed"' not in line] == []
