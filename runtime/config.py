@@ -96,7 +96,9 @@ class Config(BaseSettings):
     )
     host_queue_pages: int = Field(64, gt=0, description="on their way down at most; beyond that pages are dropped")
     host_poison: bool = Field(False, description="for tests: what has gone down is overwritten on the device")
-    disk_pool_bytes: int = Field(0, ge=0, description="below the host tier, half of it for states if there are any; 0 = none")
+    disk_pool_bytes: int = Field(
+        0, ge=0, description="below the host tier, half of it for states if there are any; 0 = none"
+    )
     disk_pool_dir: str = Field(
         "", description="a folder that survives restarts; each worker of a machine takes a part of its own"
     )
@@ -157,7 +159,17 @@ class Config(BaseSettings):
     max_messages: int = Field(4096, gt=0, description="of one chat")
     max_inflight: int = Field(1024, gt=0, description="prompts in work at once")
     max_queue: int = Field(1024, ge=0, description="prompts waiting for room; more are refused")
-    queue_timeout_s: float = Field(30.0, gt=0, description="a prompt waits for room so long")
+    queue_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="a prompt waits so long while no worker has room; while they are only busy, to its deadline",
+    )
+    line_hold_s: float = Field(
+        0.25,
+        ge=0,
+        description="prompts wait in the router, in fair order, while every prefill worker has more than this to do "
+        "before them; 0 = they are sent at once",
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="of a whole request")
     policy: Literal["least_load", "predicted", "round_robin", "power_of_two", "session_affinity", "dynamo", "sgl"] = (
         Field("least_load", description="how workers are chosen; predicted = by seconds, caches considered")

@@ -181,7 +181,10 @@ class Admission:
         return best.heap[0][2] if best is not None else None
 
     def due(self, ask: Ask) -> float:
-        """When its first token is due as workers are told, if it leaves the queue now."""
+        """When its first token is due as workers are told, if it leaves the queue now; or was, if it is at a worker."""
+        told = self._tenant(ask.tenant).computing.get(ask.request_id)
+        if told is not None:
+            return told[0]
         tenant, step = self._tenant(ask.tenant), self._config.priority_step_s
         due = max(ask.arrived, tenant.left_at) + ask.due - ask.arrived + step * ask.priority
         mine = tenant.served + step * ask.priority

@@ -36,6 +36,8 @@ class Line:
         }
         self._admission = Admission(AdmissionConfig(max_waiting=max(limit, 1)), limits)
         self._turns: dict[str, asyncio.Event] = {}
+        self._short_s = 0.0
+        self._short_from: float | None = None
 
     def __len__(self) -> int:
         return len(self._admission)
@@ -70,6 +72,8 @@ class Line:
         finally:
             del self._turns[ask.request_id]
             self._admission.leave(ask.request_id)
+            if not len(self):
+                self.short(False)
             self._call_next()
 
     def is_next(self, request_id: str) -> bool:
@@ -78,6 +82,24 @@ class Line:
 
     def placed(self, request_id: str) -> None:
         self._admission.start(request_id, self._now())
+
+    def short(self, now: bool) -> None:
+        """What its first has found: no room anywhere, or workers that are only busy."""
+        self._short_s = self.short_s
+        self._short_from = self._now() if now else None
+
+    @property
+    def short_s(self) -> float:
+        """Seconds, ever, for which those who waited here waited for room."""
+        return self._short_s + (self._now() - self._short_from if self._short_from is not None else 0.0)
+
+    def due(self, ask: Ask) -> float:
+        """When its first token is due, as workers are told, if it is placed now; or was, if its prompt is at one."""
+        return self._admission.due(ask)
+
+    def computed(self, request_id: str) -> None:
+        """Its first token is there. Idempotent."""
+        self._admission.computed(request_id)
 
     def over(self, request_id: str, *, prefill_s: float = 0.0, moved: float = 0.0, token_seconds: float = 0.0) -> None:
         """The request has ended, having used so much. Idempotent."""
@@ -112,11 +134,17 @@ class Place:
         self._request_id = request_id
         self._turn = turn
 
-    async def turn(self) -> None:
-        """Return when it is next. Somebody more urgent may come before it is placed: ask again before every look."""
-        while not self._line.is_next(self._request_id):
-            self._turn.clear()
-            await self._turn.wait()
+    async def turn(self, patience_s: float | None = None) -> bool:
+        """Return when it is next, or False after so long. Somebody more urgent may come before it is placed: ask again
+        before every look."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while not self._line.is_next(self._request_id):
+                    self._turn.clear()
+                    await self._turn.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def taken(self) -> None:
         """It has found room."""

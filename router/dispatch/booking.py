@@ -19,11 +19,11 @@ from router.admission.tenants import Tenant
 from router.policy import pairing
 from router.policy.pairing import Role
 from router.policy.refusals import Refusals
-from router.policy.view import Nobody
+from router.policy.view import Nobody, Wait
 from router.request import Work
 from router.workers.breaker import Breakers
 from router.workers.fleet import Fleet
-from router.workers.planner import Plan, Planner
+from router.workers.planner import Plan, Planner, Standing
 from runtime.clock import Clock
 from runtime.config import Config
 from runtime.errors import InvalidRequest, PdserveError, Saturated, WorkerLost
@@ -130,12 +130,11 @@ class Booking:
             self.line.check(ask)
             if not self.line:
                 choice = await self._round(wish)
-                if choice is not None:
+                if isinstance(choice, Choice):
                     self.line.passed(ask)
                     return choice
-        wait = min(self._timeout_s, wish.work.deadline - self._now())
         try:
-            async with asyncio.timeout(wait):
+            async with asyncio.timeout(wish.work.deadline - self._now()):
                 if wish.patience_s is not None:
                     return await self._patiently(wish, wish.patience_s)
                 return await self._wait(wish, ask)
@@ -172,24 +171,35 @@ class Booking:
     # waiting
 
     async def _wait(self, wish: Wish, ask: Ask) -> Choice:
+        """Raises TimeoutError when nobody had room for too long; while workers are only busy, its time does not run."""
         async with self.line.place(ask) as place:
-            while True:
-                await place.turn()
+            end = self.line.short_s + self._timeout_s
+            while (left := end - self.line.short_s) > 0:
+                if not await place.turn(left):
+                    continue
                 change = self._fleet.changed_event()
-                choice = await self._round(wish)
-                if choice is not None:
+                found = await self._round(wish)
+                if isinstance(found, Choice):
+                    self.line.short(False)
                     place.taken()
-                    return choice
-                await _soon(change)
+                    return found
+                self.line.short(found is None)
+                await _soon(change, min(LOOK_AGAIN_S, left, found.seconds if found is not None else left))
+        raise TimeoutError
+
+    def due(self, work: Work) -> float:
+        """When its first token is due, as workers are told, on this router's clock."""
+        return self.line.due(self._ask(work))
 
     async def _patiently(self, wish: Wish, patience_s: float) -> Choice:
         """A worker that died may be back soon, and another may come; a full one is waited for as ever."""
-        end = self._now() + patience_s
-        while True:
+        began = self._now()
+        end = began + patience_s
+        while self._now() < began + self._timeout_s:
             change = self._fleet.changed_event()
             try:
                 choice = await self._round(wish)
-                if choice is not None:
+                if isinstance(choice, Choice):
                     return choice
                 if self._now() >= end and not self._anybody(wish):
                     raise Saturated("no other worker is available", reason="no_other_worker")
@@ -198,6 +208,7 @@ class Booking:
                     raise
             left = end - self._now()
             await _soon(change, min(LOOK_AGAIN_S, left) if left > 0 else LOOK_AGAIN_S)
+        raise TimeoutError
 
     def _anybody(self, wish: Wish) -> bool:
         """Somebody is there who could take it at some time."""
@@ -207,11 +218,15 @@ class Booking:
 
     # choosing
 
-    async def _round(self, wish: Wish) -> Choice | None:
-        """Try every choice once. None: everybody refused for now, or waiting is better."""
+    async def _round(self, wish: Wish) -> Choice | Wait | None:
+        """Try every choice once. None: everybody refused for now. Wait: whoever has room is too busy."""
+        if wish.patience_s is None and self._planner.busy(self._config.line_hold_s):
+            return Wait(LOOK_AGAIN_S, "workers_busy")
         state = _Round(wish.avoid, self._resting(wish.length))
         while True:
             found = self._planned(wish, state) if self._planner.active else self._least_loaded(wish, state)
+            if isinstance(found, Wait):
+                return None if state.passing else found
             if found is None:
                 if state.wake():
                     continue
@@ -260,26 +275,26 @@ class Booking:
             raise _nobody(choice)
         return None if isinstance(choice, pairing.AllRefused) else (choice, None)
 
-    def _planned(self, wish: Wish, state: _Round) -> tuple[Choice, Plan | None] | None:
-        waited = self._now() - wish.work.arrived
+    def _planned(self, wish: Wish, state: _Round) -> tuple[Choice, Plan | None] | Wait | None:
         now = self._now()
+        place = Standing(now - wish.work.arrived, self.due(wish.work), max(len(self.line) - 1, 0))
 
         def careful(worker_id: str, role: Role) -> Role | None:
             may = state.role(worker_id, role)
             return may if may is not None and self.breakers.allow(worker_id, may, now) else None
 
-        decision = self._planner.plan(wish.work, wish.tokens, careful, waited)
+        decision = self._planner.plan(wish.work, wish.tokens, careful, place)
         if isinstance(decision, Nobody):
-            decision = self._planner.plan(wish.work, wish.tokens, state.role, waited)
+            decision = self._planner.plan(wish.work, wish.tokens, state.role, place)
             if isinstance(decision, Nobody) and not self._prefills():
-                decision = self._planner.plan(wish.work, wish.tokens, state.role, waited, alone=True)
+                decision = self._planner.plan(wish.work, wish.tokens, state.role, place, alone=True)
             if isinstance(decision, Plan):
                 self._degraded.inc()
         if isinstance(decision, Plan):
             return decision.choice, decision
         if isinstance(decision, Nobody):
             return self._least_loaded(wish, state)  # says why, or knows somebody the policy does not
-        return None
+        return decision
 
     def _prefills(self) -> bool:
         """Whether anybody is there for prompts, whatever else keeps it from taking this one."""

@@ -85,14 +85,7 @@ class Dispatcher:
             return await dispatch.run()
         finally:
             self._live.discard(dispatch)
-            times = dispatch.ledger
-            held = len(work.tokens) * times.decode.decode_s
-            self.booking.line.over(
-                work.request_id,
-                prefill_s=times.prefill.prefill_s,
-                moved=float(times.handoff.transfer_bytes),
-                token_seconds=held,
-            )
+            self.booking.line.over(work.request_id, **dispatch.used())
 
     def _passages(self) -> Iterator[Passage]:
         """All that are under way."""
@@ -133,6 +126,7 @@ class Dispatch:
         self.progress = Progress.of(work.params, decoder, work.tokens, frozenset(work.sampling.stop_token_ids))
         self.passages: list[Passage] = []
         self._made: list[Passage] = []
+        self._computed_at = 0.0  # when its first token came
         self.scored = 0  # prompt positions whose log-probabilities are out
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self.loop.create_future()
@@ -167,6 +161,16 @@ class Dispatch:
                 passage.forget()
             self._made.clear()
 
+    def used(self) -> dict[str, float]:
+        """What its tenant is charged: seconds of prefill, bytes moved, and tokens times the seconds they were held at a
+        decode worker, by this router's clock: also of one whose client went away. 0 = not known, as predicted."""
+        times, made = self.ledger, self.progress.completion_tokens
+        source = times.prefill if times.prefill.ByteSize() else times.decode
+        held_s = self._now() - self._computed_at if self._computed_at else 0.0
+        moved = times.handoff.transfer_bytes + times.prefill.transfer_bytes
+        held = (len(self.work.tokens) + made / 2) * held_s
+        return {"prefill_s": source.prefill_s, "moved": float(moved), "token_seconds": held}
+
     # passage.Owner
 
     def accept(
@@ -179,6 +183,9 @@ class Dispatch:
     ) -> None:
         if self.done.done():
             return
+        if not self._computed_at:
+            self._computed_at = self._now()
+            self.shared.booking.line.computed(self.work.request_id)
         delta, finished = self.progress.accept(choice, sequence, tokens, logprobs, finish)
         self._say(delta, finished)
         if self.progress.finished:

@@ -98,6 +98,8 @@ class Passage(Seats):
         request.remaining_ms = self._remaining_ms()
         request.traceparent = work.traceparent
         request.retention.CopyFrom(work.retention)
+        request.priority = work.priority
+        request.due_ms = round(1000 * (self.shared.booking.due(work) - self._now()))
         if piece.first_sequence:  # the prompt's scores are there: asking again would only keep it from the cache
             request.sampling.prompt_logprobs = False
 

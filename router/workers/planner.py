@@ -20,7 +20,7 @@ import structlog
 from kvtransfer.hashing import root
 from protos.v1 import common_pb2, kvsource_pb2
 from router.policy import pairing
-from router.policy.cost import Predicted
+from router.policy.cost import CostConfig, Predicted
 from router.policy.index import NO_HIT, PrefixIndex
 from router.policy.keys import PromptKeys
 from router.policy.ledger import Demand, Ledger
@@ -41,6 +41,7 @@ from runtime.errors import PdserveError
 from runtime.metrics import Metrics
 
 RETRY_S = 0.5
+PACE_RATE = 0.1
 LISTENING = frozenset({"predicted", "dynamo", "sgl"})
 """Policies that look at caches."""
 
@@ -80,6 +81,15 @@ class Plan:
     keys: PromptKeys | None
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Of a request in the line: since when, when it is due as workers are told, and how many wait behind it."""
+
+    waited_s: float = 0.0
+    due: float = math.inf
+    behind: int = 0
+
+
 class Planner:
     """`active`: a policy other than least_load decides. workers(): the fleet's, as they are now."""
 
@@ -101,7 +111,8 @@ class Planner:
         self._clock = clock
         self._workers = workers
         self.listening = config.policy in LISTENING
-        self._policy = _made(config.policy, self.speeds)
+        self._policy = _made(config.policy, self.speeds, config.line_hold_s)
+        self._pace_s = 0.0  # seconds of prefill per prompt token, cached ones included, where no policy learns speeds
         self.shared: SharedIndex | None = None
         self.others = Others(self.speeds)
         self._feeds: dict[str, tuple[Worker, asyncio.Task[None]]] = {}
@@ -167,12 +178,20 @@ class Planner:
 
     # --- decisions
 
+    def busy(self, hold_s: float) -> bool:
+        """Every prefill worker has more than this to do. `predicted` answers that by itself, for each request."""
+        if not hold_s or not self._pace_s or self._policy.name == "predicted":
+            return False
+        states = [worker.state() for worker in self._workers()]
+        loads = [state.prefill_load for state in states if state.usable and state.role is not Role.DECODE]
+        return bool(loads) and min(loads) * self._pace_s > hold_s
+
     def plan(
         self,
         work: Work,
         tokens: tuple[int, ...],
         allowed: Callable[[str, Role], Role | None],
-        waited_s: float,
+        place: Standing,
         *,
         alone: bool = False,
     ) -> Plan | Wait | Nobody:
@@ -180,7 +199,7 @@ class Planner:
         that decode may do without. Changes nothing but the policy's own memory."""
         now = self._clock.monotonic()
         views = self._views(allowed, now)
-        request = self._request(work, tokens, waited_s)
+        request = self._request(work, tokens, place)
         decision: Placement | Wait | Nobody = Nobody("no_prefill_worker")
         if not alone:
             decision = self._policy.choose(request, views, now)
@@ -210,17 +229,19 @@ class Planner:
                 views.append(seen if role is worker.role else replace(seen, role=role))
         return views
 
-    def _request(self, work: Work, tokens: tuple[int, ...], waited_s: float) -> RequestView:
+    def _request(self, work: Work, tokens: tuple[int, ...], place: Standing) -> RequestView:
         now, config = self._clock.monotonic(), self._config
         request = RequestView(
             work.request_id,
             len(tokens),
-            now - waited_s,
+            now - place.waited_s,
             expected_output=self.speeds.output.expect(len(tokens), work.sampling.max_tokens),
             ttft_goal_s=config.ttft_goal_s + config.ttft_goal_s_per_1k * len(tokens) / 1000,
             tpot_goal_s=config.tpot_goal_s,
             session=work.session,
-            waited_s=waited_s,
+            waited_s=place.waited_s,
+            due=place.due,
+            behind=place.behind,
         )
         if not self.listening:
             return request
@@ -235,7 +256,7 @@ class Planner:
         hit = request.hit(view) if view is not None else NO_HIT
         cached = placed.forecast.cached_tokens or min(hit.resume, request.tokens - 1)
         prefill_s = max(placed.forecast.load_s + placed.forecast.prefill_s, 1e-6)
-        due = request.arrived + request.ttft_goal_s
+        due = request.due
         slots = 1 if view is not None and view.state_bytes else 0
         source = placed.fetch.source if placed.fetch is not None else ""
         whole = request.tokens + int(request.expected_output)
@@ -278,6 +299,9 @@ class Planner:
         self, worker: str, tokens: int, times: common_pb2.StageTimes, forecast: Forecast, took_s: float
     ) -> None:
         """took_s: from the moment it was sent to the first token."""
+        if times.prefill_s > 0 and self._policy.name != "predicted":
+            seen_s = min(times.prefill_s, took_s) / max(tokens, 1)
+            self._pace_s += (PACE_RATE if self._pace_s else 1.0) * (seen_s - self._pace_s)
         if not self.active:
             return
         cached, now = min(times.cached_tokens, tokens), self._clock.monotonic()
@@ -356,14 +380,14 @@ class Planner:
                 await asyncio.sleep(RETRY_S)
 
 
-def _made(name: str, speeds: Speeds) -> Policy:
+def _made(name: str, speeds: Speeds, hold_s: float) -> Policy:
     policies: dict[str, Callable[[], Policy]] = {
         "round_robin": RoundRobin,
         "power_of_two": PowerOfTwo,
         "session_affinity": SessionAffinity,
         "dynamo": Dynamo,
         "sgl": Sgl,
-        "predicted": lambda: Predicted(speeds),
+        "predicted": lambda: Predicted(speeds, CostConfig(hold_s=hold_s)),
         "least_load": RoundRobin,  # not asked: `policy` decides
     }
     return policies[name]()
