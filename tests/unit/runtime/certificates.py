@@ -31,11 +31,11 @@ class Authority:
         (folder / "ca.pem").write_bytes(authority.certificate.public_bytes(serialization.Encoding.PEM))
         return authority
 
-    def issue(self, name: str) -> dict[str, str]:
+    def issue(self, name: str, *, expired: bool = False) -> dict[str, str]:
         """Files of a certificate, as configuration keys."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        builder = _builder(name, "test authority", key).add_extension(
+        builder = _builder(name, "test authority", key, days=-1 if expired else 1).add_extension(
             x509.SubjectAlternativeName(names), critical=False
         )
         certificate = builder.sign(self.key, hashes.SHA256())
@@ -54,7 +54,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def _builder(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _builder(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: int = 1) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -62,8 +62,8 @@ def _builder(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509
         .issuer_name(_name(issuer))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_before(now - datetime.timedelta(days=2))
+        .not_valid_after(now + datetime.timedelta(days=days))
     )
 
 

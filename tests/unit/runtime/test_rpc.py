@@ -279,7 +279,9 @@ async def test_with_tls_both_sides_prove_who_they_are(tmp_path: Path) -> None:
     async with serving(servicer, config) as (address, stub):
         await stub.List(registry_pb2.ListRequest(), timeout=5)
         assert servicer.identity == "router-1"
-        for stranger in (Config(), Config.load(Authority.create(tmp_path / "other").issue("router-1"))):
+        other = Authority.create(tmp_path / "other").issue("router-1")
+        expired = authority.issue("router-2", expired=True)
+        for stranger in (Config(), Config.load(other), Config.load(expired)):
             channel = rpc.channel(address, stranger)
             with pytest.raises(WorkerLost), rpc.translated():
                 await registry_pb2_grpc.RegistryStub(channel).List(registry_pb2.ListRequest(), timeout=5)
