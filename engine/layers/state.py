@@ -193,10 +193,11 @@ class LinearStep:
         """A layer's rows: those that decode by its compiled step where there is one, the others by `plain`. inputs: as
         RecurrentStep takes them, [T, ...]; plain gets them with the step that goes through its rows."""
         at = len(self.slots)
-        if compiled is None or not at or self.replay is not None:
+        if compiled is None or not at:
             return plain(inputs, self)
-        q, k, v = (state.convs[i] for i in compiled.windows)
-        done = compiled(state.recurrent, (q, k, v), self.slots, *(x[:at] for x in inputs))
+        windows = [state.convs[i] for i in compiled.windows]
+        x, raw, beta, gate = (each[:at] for each in inputs)
+        done = compiled(state.recurrent, windows, self.slots, x, raw, beta, gate, state.ring, self.replay)
         if at == len(inputs[0]):
             return done
         if not self.plan.tokens:

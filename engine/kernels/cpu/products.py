@@ -57,6 +57,7 @@ class Product:
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """x [T, in], add [T, out], rows of any stride -> [T, out]."""
+        assert x.stride(1) == 1
         y = x.new_empty((len(x), self._out))
         other, stride = (None, 0) if add is None else (add.data_ptr(), add.stride(0))
         self._run(

@@ -35,6 +35,8 @@ struct Layer {
     const float* norm;   // [value_dim], or [heads * value_dim] when the gate comes first
     float eps;
     int64_t sigmoid_gate, gate_first;
+    float *ring_k, *ring_u, *ring_g;  // [slot][head][ring][key_dim, value_dim or gate_dim], or null
+    int64_t ring, pre_decayed;
 };
 
 template <class T>
@@ -43,6 +45,8 @@ struct Rows {
     int64_t x_stride, raw_stride, beta_stride, gate_stride;
     T* y;
     int64_t y_stride;
+    const int64_t* held;  // records of each row before this token, or null: there are none and none is left
+    const uint8_t* fold;  // whether they and the token go into the state
 };
 
 constexpr int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
@@ -117,9 +121,9 @@ inline void scale_by(float* x, float factor, int64_t n) {
     for (int64_t i = 0; i < n; i += 16) store(x + i, load(x + i) * factor);
 }
 
-// The decays a = e^g of one head, [gate_dim], and the step size where it is the gate that has it.
+// The decays a = e^g of one head and their logarithms, [gate_dim], and the step size where it is the gate that has it.
 template <class T>
-float decays(const Layer& l, int64_t head, const T* raw, float* a) {
+float decays(const Layer& l, int64_t head, const T* raw, float* a, float* logs) {
     float step = 0.0f;
     for (int64_t i = 0; i < l.gate_dim; i += 16) {
         const int64_t n = l.gate_dim - i, at = head * l.gate_dim + i;
@@ -137,6 +141,7 @@ float decays(const Layer& l, int64_t head, const T* raw, float* a) {
             g = -l.rate[head] * dt;
         }
         store(a + i, exponential(g), n);
+        store(logs + i, g, n);
     }
     return step;
 }
@@ -169,6 +174,91 @@ void advance(const Layer& l, const Read& r, float* state, const float* next, con
             for (int64_t k = 0; k < K; k += 16)
                 store(s + i * K + k, load(s + i * K + k, K - k) * load(r.a + k) + u[i] * load(r.k + k), K - k);
     }
+}
+
+// Of one slot and head: see engine/kernels/replay.py.
+struct Records {
+    float *k, *u, *g;
+    int64_t held;
+    bool fold;
+};
+
+inline v16 rates(const Layer& l, const float* g, int64_t i) {
+    return l.gate_dim == 1 ? splat(g[0]) : load(g + i, l.key_dim - i);
+}
+
+// keys [held][padded key_dim] = each record's key, decayed up to now. -> the decay of the state since, in `since`.
+void decayed(const Layer& l, const Records& r, float* keys, float* since) {
+    const int64_t K = padded(l.key_dim);
+    for (int64_t i = 0; i < K; i += 16) {
+        const int64_t n = l.key_dim - i;
+        v16 later = l.pre_decayed && r.held ? rates(l, r.g + (r.held - 1) * l.gate_dim, i) : v16{};
+        for (int64_t j = r.held - 1; j >= 0; j--) {
+            store(keys + j * K + i, load(r.k + j * l.key_dim + i, n) * exponential(later));
+            if (!l.pre_decayed) later += rates(l, r.g + j * l.gate_dim, i);
+        }
+        store(since + i, exponential(later));
+    }
+}
+
+// Keep the token as a record: logs [gate_dim] of its own decay, its key, and u, which is in its place already.
+void keep(const Layer& l, const Records& r, const Read& read, const float* logs) {
+    float *k = r.k + r.held * l.key_dim, *g = r.g + r.held * l.gate_dim;
+    const float* last = l.pre_decayed && r.held ? g - l.gate_dim : nullptr;
+    for (int64_t i = 0; i < l.gate_dim; i += 16) {
+        const int64_t n = l.gate_dim - i;
+        store(g + i, last ? load(logs + i, n) + load(last + i, n) : load(logs + i, n), n);
+    }
+    for (int64_t i = 0; i < l.key_dim; i += 16) {
+        const v16 key = load(read.k + i);
+        store(k + i, l.pre_decayed ? key * exponential(-rates(l, g, i)) : key, l.key_dim - i);
+    }
+}
+
+// advance() of a state with records: S is what was folded last, and is written only where it is folded now.
+void replay(const Layer& l, const Read& r, const float* logs, const Records& records, float* state, const float* v,
+            float* out) {
+    const int64_t K = padded(l.key_dim), held = records.held;
+    std::vector<float> room((held + 3) * K + 2 * held, 0.0f);
+    float *keys = room.data(), *since = keys + held * K, *xk = since + K, *xq = xk + K, *dk = xq + K, *dq = dk + held;
+    decayed(l, records, keys, since);
+    for (int64_t i = 0; i < K; i += 16) {
+        store(xk + i, load(r.ka + i) * load(since + i));
+        store(xq + i, load(r.qa + i) * load(since + i));
+    }
+    for (int64_t j = 0; j < held; j++) dk[j] = dot(keys + j * K, r.ka, K), dq[j] = dot(keys + j * K, r.qa, K);
+    for (int64_t first = 0; first < l.value_dim; first += 16) {
+        const int64_t n = l.value_dim - first < 16 ? l.value_dim - first : 16;
+        float* s = state + first * l.key_dim;
+        v16 parts[2][16] = {};
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t k = 0; k < l.key_dim; k += 16) {
+                const v16 row = load(s + i * l.key_dim + k, l.key_dim - k);
+                parts[0][i] += row * load(xk + k);
+                parts[1][i] += row * load(xq + k);
+            }
+        v16 seen = sums(parts[0]), answer = sums(parts[1]);
+        for (int64_t j = 0; j < held; j++) {
+            const v16 old = load(records.u + j * l.value_dim + first, n);
+            seen += old * dk[j];
+            answer += old * dq[j];
+        }
+        v16 u = r.beta * load(v + first, n);
+        if (l.corrected) u -= r.beta * seen;
+        store(out + first, answer + r.dots * u, n);
+        if (!records.fold) {
+            store(records.u + held * l.value_dim + first, u, n);
+            continue;
+        }
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t k = 0; k < l.key_dim; k += 16) {
+                float* at = s + i * l.key_dim + k;
+                v16 x = load(at, l.key_dim - k) * load(since + k);
+                for (int64_t j = 0; j < held; j++) x += records.u[j * l.value_dim + first + i] * load(keys + j * K + k);
+                store(at, x * load(r.a + k) + u[i] * load(r.k + k), l.key_dim - k);
+            }
+    }
+    if (!records.fold) keep(l, records, r, logs);
 }
 
 // What a row gives that has no state.
@@ -209,8 +299,9 @@ void finish(const Layer& l, float* o, const T* gate, const float* weight, int64_
 template <class T>
 void run_head(const Layer& l, const Rows<T>& rows, int64_t b, int64_t slot, int64_t key_head, std::vector<float>& room) {
     const int64_t K = padded(l.key_dim), group = l.heads / l.key_heads, V = l.value_dim, first = key_head * group;
-    room.assign(5 * K + 2 * padded(group * V), 0.0f);
-    float *q = room.data(), *k = q + K, *a = k + K, *ka = a + K, *qa = ka + K, *v = qa + K, *o = v + padded(group * V);
+    room.assign(6 * K + 2 * padded(group * V), 0.0f);
+    float *q = room.data(), *k = q + K, *a = k + K, *ka = a + K, *qa = ka + K, *logs = qa + K, *v = logs + K;
+    float* o = v + padded(group * V);
     const T* x = rows.x + b * rows.x_stride;
     convolve(l, l.q, slot, key_head, x, q);
     convolve(l, l.k, slot, key_head, x, k);
@@ -223,7 +314,7 @@ void run_head(const Layer& l, const Rows<T>& rows, int64_t b, int64_t slot, int6
     const float dots = dot(q, k, K);
     for (int64_t i = 0; i < group; i++) {
         const int64_t head = first + i;
-        const float step = decays(l, head, rows.raw + b * rows.raw_stride, a);
+        const float step = decays(l, head, rows.raw + b * rows.raw_stride, a, logs);
         if (l.gate_dim == 1) std::fill(a + 1, a + l.key_dim, a[0]);
         for (int64_t j = 0; j < K; j += 16) {
             store(ka + j, load(k + j) * load(a + j));
@@ -232,10 +323,16 @@ void run_head(const Layer& l, const Rows<T>& rows, int64_t b, int64_t slot, int6
         const float beta = l.decay == kStep ? step : sigmoid(load(rows.beta + b * rows.beta_stride + head, 1))[0];
         const Read read{k, q, ka, qa, a, dots, beta};
         float* state = l.state + slot * l.slot_stride + head * l.head_stride;
-        if (slot)
-            advance(l, read, state, state + l.head_stride, v + i * V, o + i * V);
-        else
+        if (!slot) {
             advance_nothing(l, read, v + i * V, o + i * V);
+        } else if (!rows.held || (!rows.held[b] && rows.fold[b])) {
+            advance(l, read, state, state + l.head_stride, v + i * V, o + i * V);
+        } else {
+            const int64_t at = (slot * l.heads + head) * l.ring;
+            const Records records{l.ring_k + at * l.key_dim, l.ring_u + at * V, l.ring_g + at * l.gate_dim,
+                                  rows.held[b], rows.fold[b] != 0};
+            replay(l, read, logs, records, state, v + i * V, o + i * V);
+        }
         for (int64_t j = 0; j < V; j += 16) {
             v16 out = load(o + i * V + j, V - j);
             if (l.skip) out += load(v + i * V + j, V - j) * l.skip[head];

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.build import Compiled, current
+from engine.kernels.replay import Ring
 
 Decay = Literal["softplus", "bounded", "step"]
 _DECAYS: dict[Decay, int] = {"softplus": 0, "bounded": 1, "step": 2}
@@ -56,6 +57,11 @@ class _Layer(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("sigmoid_gate", ctypes.c_int64),
         ("gate_first", ctypes.c_int64),
+        ("ring_k", ctypes.c_void_p),
+        ("ring_u", ctypes.c_void_p),
+        ("ring_g", ctypes.c_void_p),
+        ("ring", ctypes.c_int64),
+        ("pre_decayed", ctypes.c_int64),
     )
 
 
@@ -71,6 +77,8 @@ class _Rows(ctypes.Structure):
         ("gate_stride", ctypes.c_int64),
         ("y", ctypes.c_void_p),
         ("y_stride", ctypes.c_int64),
+        ("held", ctypes.c_void_p),
+        ("fold", ctypes.c_void_p),
     )
 
 
@@ -174,10 +182,15 @@ class RecurrentStep:
             part.bias = None if conv.bias is None else self._own(conv.bias)
             part.column = conv.column
 
-    def _bind(self, state: Tensor, windows: Sequence[Tensor]) -> None:
+    def _bind(self, state: Tensor, windows: Sequence[Tensor], ring: Ring | None) -> None:
         """One layer of the pool: state [slot, HV, V, K], windows of q, k and v [slot, unit, channels, rows]."""
         assert state.stride()[2:] == (state.shape[3], 1), "a head's state must be contiguous"
         self._state = (state, *windows)
+        if ring is not None:
+            assert all(t.is_contiguous() for t in (ring.k, ring.u, ring.g))
+            self._state = (*self._state, ring.k, ring.u, ring.g)
+            self._bound.ring_k, self._bound.ring_u, self._bound.ring_g = (t.data_ptr() for t in self._state[-3:])
+            self._bound.ring, self._bound.pre_decayed = ring.length, ring.pre_decayed
         self._bound.state = state.data_ptr()
         self._bound.slot_stride, self._bound.head_stride = state.stride()[:2]
         for (part, _), window in zip(self._parts(), windows, strict=True):
@@ -195,16 +208,22 @@ class RecurrentStep:
         raw: Tensor,
         beta: Tensor,
         gate: Tensor,
+        ring: Ring | None = None,
+        records: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """x [B, columns] with q, k and v at theirs, raw [B, heads * gate_dim], beta [B, heads] before its sigmoid (not
         read with decay step), gate [B, heads * V], all of one type and rows of any stride; slots [B] int64.
+        ring: the layer's, where it has one; records: of each row, held [B] int64 and fold [B] bool as replay_decode has
+        them (None: no row has any or keeps one).
         -> [B, heads * V] in that type; state and windows move on by one token."""
         if not self._state or self._state[0] is not state:
-            self._bind(state, windows)
+            self._bind(state, windows, ring)
+        held, fold = (None, None) if records is None else (t.data_ptr() for t in records)
+        assert records is None or ring is not None
         y = x.new_empty((len(slots), self._made_of.heads * self._made_of.value_dim))
         rows = _Rows(
             x.data_ptr(), raw.data_ptr(), beta.data_ptr(), gate.data_ptr(),
-            x.stride(0), raw.stride(0), beta.stride(0), gate.stride(0), y.data_ptr(), y.stride(0),
+            x.stride(0), raw.stride(0), beta.stride(0), gate.stride(0), y.data_ptr(), y.stride(0), held, fold,
         )  # fmt: skip
         self._run(
             ctypes.addressof(self._bound),

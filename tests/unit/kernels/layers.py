@@ -35,13 +35,13 @@ def step_of(rows: int, linear: LinearStep | None = None, latent: LatentStep | No
     return StepBatch(none, none, none, (), (), ((0, rows),), 1, latent, linear)
 
 
-def decoding(slots: Sequence[int]) -> LinearStep:
-    return LinearStep(torch.tensor(slots), ChunkPlan.build([], [], [], [], [], CPU))
+def decoding(slots: Sequence[int], replay: tuple[Tensor, Tensor] | None = None) -> LinearStep:
+    return LinearStep(torch.tensor(slots), ChunkPlan.build([], [], [], [], [], CPU), 0, replay)
 
 
-def filled(spec: LinearSpec, slots: int, seed: int = 5) -> StatePool:
+def filled(spec: LinearSpec, slots: int, seed: int = 5, ring: int = 1) -> StatePool:
     """A pool with something in every slot but the null one."""
-    pool = StatePool(spec, slots, CPU)
+    pool = StatePool(spec, slots, CPU, ring)
     generator = torch.Generator().manual_seed(seed)
     for tensor in pool.tensors:
         tensor[1:] = torch.randn(tensor[1:].shape, generator=generator).to(tensor.dtype)

@@ -145,6 +145,34 @@ def test_a_fault_shows(name: str, fault: str, library: Compiled) -> None:
     assert relative(run(fast, pool, step, x), expected) > 1e-2
 
 
+@pytest.mark.parametrize("length", [2, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_with_records_it_is_that_of_its_tensor_operations(name: str, length: int, library: Compiled) -> None:
+    case, slots = CASES[name], [3, 1, 0, 5, 2]
+    plain, fast = twins(case.make, torch.float32, library)
+    pools = [filled(case.spec(torch.float32), 7, ring=length) for _ in range(2)]
+    held = [0] * len(slots)
+    for turn in range(2 * length + 1):
+        fold = [n == length - 1 or (turn + slot) % 4 == 3 for n, slot in zip(held, slots, strict=True)]
+        step = decoding(slots, (torch.tensor(held), torch.tensor(fold)))
+        x = inputs(len(slots), torch.float32, turn)
+        layers = ((plain, pools[0]), (fast, pools[1]))
+        expected, found = (la(x, torch.zeros_like(x), step_of(len(x), step), p.layer(INDEX)) for la, p in layers)
+        assert relative(found, expected) < 2e-5
+        held = [0 if f or not s else n + 1 for n, f, s in zip(held, fold, slots, strict=True)]
+    assert relative(pools[1].recurrent, pools[0].recurrent) < 1e-5
+    rings = [p.layer(INDEX).ring for p in pools]
+    assert rings[0] is not None
+    assert rings[1] is not None
+    for mine, reference in ((rings[1].k, rings[0].k), (rings[1].u, rings[0].u), (rings[1].g, rings[0].g)):
+        assert relative(mine, reference) < 1e-4
+    rings[1].u[1:] = rings[1].u[1:].roll(1, 0)
+    held = [length - 1] * len(slots)
+    step = decoding(slots, (torch.tensor(held), torch.tensor([True] * len(slots))))
+    expected, found = (la(x, torch.zeros_like(x), step_of(len(x), step), p.layer(INDEX)) for la, p in layers)
+    assert relative(found, expected) > 1e-3, "records of another slot"
+
+
 def test_a_row_does_not_depend_on_the_batch_around_it(library: Compiled) -> None:
     for case in (CASES["kda-64"], CASES["gdn-64"], CASES["mamba2-64"]):
         _, fast = twins(case.make, torch.float32, library)
