@@ -52,13 +52,17 @@ class Disk:
             self._journal.append((), lost)
         self._file = open_file(folder.path / "pages", (count + 1) * self._page_bytes, mover.host)
         self._state_file = (
-            open_file(folder.path / "states", (states + 1) * self.state_bytes, mover.host) if states else None
+            open_file(folder.path / "states", (states + 1) * self.place_bytes, mover.host) if states else None
         )
 
     @property
-    def state_bytes(self) -> int:
+    def place_bytes(self) -> int:
         """Of a state's place in the file: its partial page has one, too."""
         return self._slot_bytes + self._page_bytes
+
+    def state_bytes(self, *, partial: bool) -> int:
+        """What is moved of a state."""
+        return self._slot_bytes + partial * self._page_bytes
 
     def write(
         self,
@@ -117,7 +121,7 @@ class Disk:
 
     def _state_ranges(self, slot: int, item: HostItem) -> list[tuple[int, int, int]]:
         partial = self._mover.host_ranges(True, item.page) if item.page else []
-        return _laid_out([*self._mover.host_ranges(False, item.slot), *partial], slot * self.state_bytes)
+        return _laid_out([*self._mover.host_ranges(False, item.slot), *partial], slot * self.place_bytes)
 
 
 def _laid_out(parts: Sequence[tuple[int, int]], offset: int) -> list[tuple[int, int, int]]:

@@ -61,7 +61,6 @@ class DiskTier:
         self.states = DiskStates(self.slots, self.index, cache, order, retained.rank, self._state_left)
         self.lane = lane
         self.jobs = 0
-        self.state_bytes = disk.state_bytes
         self._disk, self._upper = disk, upper
         self._costs, self._counts, self._gone = costs, counts, gone
         self._hints = Hints(retained, self.index.__contains__, now, wall)

@@ -84,7 +84,7 @@ class Hits:
         for state in sorted({**low, **near}.values(), key=lambda s: s.length, reverse=True):
             pages = far[: max(state.length // PAGE_TOKENS - above, 0)]
             on_disk = state.name not in near
-            nbytes = len(pages) * self._page_bytes + on_disk * disk.state_bytes
+            nbytes = len(pages) * self._page_bytes + on_disk * (self._slot_bytes + bool(state.tail) * self._page_bytes)
             if in_time is not None:
                 pays = in_time(nbytes)
             else:

@@ -46,7 +46,7 @@ class Spill:
         self._host, self._host_states = host, host_states
         self._hints, self._counts = hints, counts
         self._page_bytes, self._queue_pages = page_bytes, queue_pages
-        self._queue_states = max(1, queue_pages * page_bytes // disk.state_bytes)
+        self._queue_states = max(1, queue_pages * page_bytes // disk.place_bytes)
         self._submit, self._has, self._published, self._moved = submit, has, published, moved
         self._writing: set[bytes] = set()
         self._writing_states: set[bytes] = set()
@@ -170,7 +170,7 @@ class Spill:
             if error is not None:
                 self._failed(drops, ())
             else:
-                self._moved(self._disk.state_bytes, seconds)
+                self._moved(self._disk.state_bytes(partial=bool(put.tail)), seconds)
                 self._publish_state(put)
             self._states.slots.release([slot])
             self._more_states()

@@ -137,7 +137,7 @@ class Staging:
 
         def done(good: int | None, error: Exception | None, seconds: float) -> None:
             if good:
-                self._moved(self._disk.state_bytes, seconds)
+                self._moved(self._disk.state_bytes(partial=bool(state.tail)), seconds)
                 here = TierState(state.key, state.length, state.tail, item.slot, item.page, *sums, state.saving)
                 if self._has(state.key) and self._host_states.add(here):
                     self._host_states.used(here)
