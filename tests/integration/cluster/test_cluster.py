@@ -32,6 +32,20 @@ def test_the_demo_proves_the_hand_off_and_prints_one_json_object(short_tmp: Path
     assert list(short_tmp.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_the_demo_of_a_hybrid_model_says_something_readable_and_moves_pages_and_state(short_tmp: Path) -> None:
+    done = run_pdserve("demo", "--model=tiny-kimi", "--json", env={**os.environ, "TMPDIR": str(short_tmp)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    got = json.loads(done.stdout)
+    assert got["ok"] is True
+    assert len(got["answer"].split()) >= 3
+    assert got["answer"].isprintable()
+    ledger, decode = got["ledger"], got["workers"]["decode"]
+    assert decode["slot_bytes"] > 0
+    pages = ledger["transfer_pages"] * decode["page_bytes"]
+    assert ledger["transfer_bytes"] == pages + decode["slot_bytes"]
+
+
 def test_the_demo_refuses_the_transport_of_tests() -> None:
     done = run_pdserve("demo", "--transport=inprocess")
     assert done.returncode == 2
