@@ -15,7 +15,7 @@ import aiohttp
 from router.app import Router
 from runtime.config import Config
 from tests.integration.pd.conftest import ORACLE
-from tests.integration.pd.workers import WorkerProcess, baseline
+from tests.integration.pd.workers import WorkerProcess, baseline, eventually
 from tests.integration.router.scripted import until
 from tests.integration.router.sites import config
 
@@ -142,6 +142,14 @@ async def test_a_killed_prefill_worker_ends_the_request_within_a_second_and_deco
         await baseline(made.workers["decode"])
 
 
+GENERATED = "pdserve_worker_generated_tokens_total"
+
+
+async def speaks(worker: WorkerProcess) -> bool:
+    """It has said a token."""
+    return any(value for name, value in (await worker.scrape()).items() if name.startswith(GENERATED))
+
+
 async def test_killing_a_prefill_and_a_decode_worker_under_load_changes_no_answer() -> None:
     """kill -9 of real processes; greedy, seeded and several choices; every answer is the undisturbed one."""
     wishes = [
@@ -155,16 +163,16 @@ async def test_killing_a_prefill_and_a_decode_worker_under_load_changes_no_answe
 
     async with real("both") as made:
         alone = [tokens(await made.complete(**wish)) for wish in wishes]
-    async with real("prefill", "prefill", "decode", "decode", step_s=0.01) as made:
+    async with real("prefill", "prefill", "decode", "decode", step_s=0.03) as made:
         calls = [asyncio.create_task(made.complete(**wish)) for wish in wishes]
         await until(lambda: made.router.metrics.value("pdserve_requests_inflight", {}) == len(wishes))
-        await until(lambda: sum(state.decode_load for state in made.router.fleet.states()) >= len(wishes), 10)
-        await asyncio.sleep(0.2)  # some have begun, some have not
+        await until(lambda: sum(state.decode_load for state in made.router.fleet.states()) >= len(wishes))
+        await eventually(lambda: speaks(made.all[2]), 30)  # some have begun, some have not
         await asyncio.gather(made.all[0].kill(), made.all[2].kill())
 
         answers = [tokens(answer) for answer in await asyncio.gather(*calls)]
         retried = made.router.metrics.value("pdserve_router_retries_total", {"kind": "continue"})
-        await baseline(made.all[1], made.all[3])
+        await baseline(made.all[1], made.all[3], seconds=20)
 
     assert answers == alone
     assert retried > 0
