@@ -328,11 +328,11 @@ class Predicted:
         holder = request.hit(start.worker).resume >= start.cached
         idle = [o for o in options if o[1].queue_s <= 0 and (o[1].cached < start.cached or (holder and o[1].fetch))]
         copy = min(idle, key=lambda option: option[0], default=None)
-        price = math.inf
+        price, count = math.inf, max(len(prefills), 1)  # without any, those that decode do both
         if copy is not None:
             work = copy[1].load_s + copy[1].prefill_s - start.load_s - start.prefill_s
-            price = copy[0] - cost + max(work, 0.0) * sum(bool(w.work) for w in prefills) / max(len(prefills), 1)
-        waits = start.queue_s * (1.0 + request.behind / len(prefills))  # those behind it wait as well
+            price = copy[0] - cost + max(work, 0.0) * sum(bool(w.work) for w in prefills) / count
+        waits = start.queue_s * (1.0 + request.behind / count)  # those behind it wait as well
         return copy if self._rents.due(links[-1], request.request_id, waits, price) else None
 
     def _placement(self, cost: float, start: _Start, rest: _Rest, late_s: float) -> Placement:

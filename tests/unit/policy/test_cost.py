@@ -233,6 +233,15 @@ def test_while_every_prefill_worker_is_away_those_that_decode_do_both() -> None:
     assert (found.prefill, found.decode) == ("d2", "d2")
 
 
+def test_alone_they_may_queue_for_a_prefix_like_any_others() -> None:
+    keys = PromptKeys(b"r" * 32, tuple(range(1200)))
+    holder, idle = queued(decode(1), 0.01), decode(2)
+    question = request(1200, {1: hit(1024)}, keys=keys, behind=3)
+    found = Predicted(Known()).alone(question, [holder, idle], 0.0)
+    assert isinstance(found, Placement)
+    assert (found.prefill, found.forecast.cached_tokens) == ("d1", 1024)
+
+
 def test_nobody_does_both_alone_where_that_is_not_allowed_or_a_prefill_worker_is_there() -> None:
     question = request(500)
     assert Predicted(Known(), CostConfig(deflect=False)).alone(question, [decode(1)], 0.0) == Nobody(
