@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engine.plan import StepPlan
 from engine.runner import RunnerOptions, TorchRunner
@@ -63,3 +64,19 @@ def test_a_deterministic_run_takes_every_product_from_one_place() -> None:
     chosen = runner("kimi_linear").layers_compiled
     assert chosen is not None
     assert chosen.products
+
+
+def test_more_threads_change_no_bit() -> None:
+    one, before = runner("kimi_linear"), torch.get_num_threads()
+    scores = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(1)
+            walk = Walk(one, tokens_of(20))
+            token = walk.run(20)
+            torch.set_num_threads(threads)
+            walk.decode(6, token)
+            scores.append(np.stack(walk.scores[1:]))
+    finally:
+        torch.set_num_threads(before)
+    assert np.array_equal(scores[0], scores[1])
