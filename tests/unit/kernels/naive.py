@@ -115,3 +115,20 @@ def relative(got: Tensor, want: Tensor) -> float:
     if want.numel() == 0:
         return 0.0
     return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-12))
+
+
+def draw(*shape: int, seed: int = 0, std: float = 0.1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * std
+
+
+def slot_pool(slots: int, *unit: int, layers: int = 2) -> Tensor:
+    """One layer of [slot, unit, layer, ...], random but for the null slot."""
+    whole = draw(slots, unit[0], layers, *unit[1:], seed=11)
+    whole[0] = 0
+    return whole.select(2, 1)
+
+
+def copy_of(state: Tensor) -> Tensor:
+    """The same layer view of a second pool with equal content and strides."""
+    twin = torch.empty_strided(state.shape, state.stride(), dtype=state.dtype)
+    return twin.copy_(state)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import triton_far
-from .naive import Case, joined, make_case, relative
+from .naive import Case, copy_of, draw, joined, make_case, relative, slot_pool
 from .triton_sizes import at_published_sizes, every_head_size
 
 RUN = sys.argv[1:2] == ["run"]
@@ -47,23 +47,6 @@ def same(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
         worse[:1] += max(4 * tolerance, 1e-3) * max(float(want.float().abs().max()), 1.0) if want.numel() else 0.0
         noticed = not want.numel() or relative(worse, want.float().flatten()) > tolerance
         assert noticed, "a wrong number would not be noticed here"
-
-
-def draw(*shape: int, seed: int = 0, std: float = 0.1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * std
-
-
-def slot_pool(slots: int, *unit: int, layers: int = 2) -> Tensor:
-    """One layer of [slot, unit, layer, ...], random but for the null slot."""
-    whole = draw(slots, unit[0], layers, *unit[1:], seed=11)
-    whole[0] = 0
-    return whole.select(2, 1)
-
-
-def copy_of(state: Tensor) -> Tensor:
-    """The same layer view of a second pool with equal content and strides."""
-    twin = torch.empty_strided(state.shape, state.stride(), dtype=state.dtype)
-    return twin.copy_(state)
 
 
 LINEAR: dict[str, dict[str, Any]] = {
