@@ -66,7 +66,7 @@ class Line:
         self._admission.enter(ask, self._now())
         turn = self._turns[ask.request_id] = asyncio.Event()
         place = Place(self, ask.request_id, turn)
-        self._call_next()
+        self.call_next()
         try:
             yield place
         finally:
@@ -74,7 +74,7 @@ class Line:
             self._admission.leave(ask.request_id)
             if not len(self):
                 self.short(False)
-            self._call_next()
+            self.call_next()
 
     def is_next(self, request_id: str) -> bool:
         head = self._admission.head(self._now())
@@ -105,6 +105,7 @@ class Line:
         """The request has ended, having used so much. Idempotent."""
         self._admission.used(request_id, prefill_s=prefill_s, moved=moved, token_seconds=token_seconds)
         self._admission.over(request_id)
+        self.call_next()  # what it has used is charged: it may be another tenant's turn
 
     # the tenants' token buckets, which routers share: see quotas
 
@@ -117,7 +118,8 @@ class Line:
     def limit_to(self, tenant: str, share: float) -> None:
         self._admission.limit_to(tenant, share)
 
-    def _call_next(self) -> None:
+    def call_next(self) -> None:
+        """Wake whoever is next."""
         head = self._admission.head(self._now())
         if head is not None and head.request_id in self._turns:
             self._turns[head.request_id].set()
@@ -141,6 +143,7 @@ class Place:
             async with asyncio.timeout(patience_s):
                 while not self._line.is_next(self._request_id):
                     self._turn.clear()
+                    self._line.call_next()  # it was this one's turn, and what others have used has changed that
                     await self._turn.wait()
         except TimeoutError:
             return False

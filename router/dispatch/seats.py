@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from router.dispatch.passage import Passage
 
 TokenLogprob = common_pb2.TokenLogprob
+MAX_BUDGET_S = 3600.0
+"""Of a prefix to be fetched, whatever a worker's seconds make computing it look like."""
+
 ENDED = Cancelled("this passage is over")
 Leg = PrefillLeg | DecodeLeg | DepartedLeg
 
@@ -245,7 +248,7 @@ class Seats:
             epoch=source.record.epoch,
             address=source.record.address,
             tokens=fetch.tokens,
-            budget_ms=max(1, round(1000 * fetch.budget_s)),
+            budget_ms=max(1, round(1000 * min(fetch.budget_s, MAX_BUDGET_S))),
         )
 
     def _left(self) -> int:

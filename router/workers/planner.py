@@ -42,6 +42,8 @@ from runtime.metrics import Metrics
 
 RETRY_S = 0.5
 PACE_RATE = 0.1
+GAP_PAUSE_S = 30.0
+"""Most between two subscriptions to a cache feed that never fits."""
 LISTENING = frozenset({"predicted", "dynamo", "sgl"})
 """Policies that look at caches."""
 
@@ -359,15 +361,18 @@ class Planner:
         of it is where a new one begins."""
         if self.shared is not None and worker.facts is not None:
             await self.shared.load(worker.id, worker.group, worker.facts.epoch)
+        gaps = 0  # in a row
         while True:
             epoch, sequence = self.index.position(worker.id)
             try:
                 async for batch in worker.cache_events(epoch, sequence):
                     if not self.index.apply(worker.id, batch_of(batch)):
                         self._gaps.inc()
-                        if self.index.position(worker.id) == (epoch, sequence):  # asked from here already
-                            await asyncio.sleep(RETRY_S)
+                        gaps += 1
+                        if gaps > 1:  # a snapshot was asked for already: it answers every subscription with a gap
+                            await asyncio.sleep(min(RETRY_S * 2 ** (gaps - 2), GAP_PAUSE_S))
                         break
+                    gaps = 0
                     if self.shared is not None:
                         self.shared.heard(worker.id, worker.group, batch)
                 else:

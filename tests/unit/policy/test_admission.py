@@ -136,6 +136,52 @@ def test_a_debt_is_bounded() -> None:
     assert "a1" in served(admission, 10)
 
 
+# --- what workers are told ----------------------------------------------------------------------------------------
+
+
+def test_time_behind_ones_own_requests_is_not_lateness() -> None:
+    admission = Admission()
+    for number in range(3):
+        admission.enter(ask(f"g{number}", "greedy", due=2.0, prefill_s=1.0), 0.0)
+    served(admission, 1, now=4.0)
+    waits = admission.head(4.0)
+    assert waits is not None
+    assert admission.due(waits) == 6.0, "two seconds from when its turn came"
+    assert admission.due(ask("m", "modest", due=11.0, arrived=9.0)) == 11.0
+
+
+def test_nobody_is_due_before_the_prompts_of_a_tenant_that_was_served_less() -> None:
+    admission = Admission()
+    admission.enter(ask("g0", "greedy", due=2.0, prefill_s=5.0), 0.0)
+    served(admission, 1)
+    admission.enter(ask("long", "modest", due=9.0, prefill_s=1.0), 0.0)
+    served(admission, 1)
+    assert admission.due(ask("g1", "greedy", due=2.0)) == 9.0
+    assert admission.due(ask("m1", "modest", due=2.0)) == 2.0, "one's own are passed as they are due"
+    admission.computed("long")
+    assert admission.due(ask("g1", "greedy", due=2.0)) == 2.0
+
+
+def test_what_a_worker_was_told_stays_while_the_prompt_is_there() -> None:
+    admission = Admission()
+    first = ask("a", due=2.0)
+    admission.enter(first, 0.0)
+    served(admission, 1, now=1.0)
+    admission.enter(ask("b", due=3.0), 1.0)
+    served(admission, 1, now=5.0)
+    assert admission.due(first) == 2.0
+
+
+def test_a_priority_counts_between_tenants_as_service_and_is_used_up() -> None:
+    admission = Admission(Config(priority_step_s=2.0))
+    for number in range(8):
+        admission.enter(ask(f"a{number}", "plain", due=float(number), prefill_s=1.0), 0.0)
+        admission.enter(ask(f"b{number}", "first", due=float(number), prefill_s=1.0, priority=-1), 0.0)
+    first = served(admission, 8)
+    assert [name[0] for name in first[:2]] == ["b", "b"]
+    assert sum(name.startswith("a") for name in first) == 3
+
+
 # --- the door -----------------------------------------------------------------------------------------------------
 
 

@@ -184,3 +184,31 @@ async def test_a_tenants_tokens_per_second_are_its_own_fault() -> None:
 def test_a_tenants_limits_are_checked_by_name(tmp_path: Path, limits: str) -> None:
     with pytest.raises(InvalidRequest):
         keys(tmp_path, f"{digest('k')}: {{tenant: a, {limits}}}")
+
+
+async def test_a_turn_that_passes_to_another_tenant_by_what_one_has_used_wakes_that_tenants_request() -> None:
+    line = Line(5, FakeClock())
+    order: list[str] = []
+    forever = float("inf")
+    running = Ask("run", "a", 0.0, 1.0, forever)
+    line.passed(running)
+
+    async def waits(name: str, tenant: str) -> None:
+        async with line.place(Ask(name, tenant, 0.0, 2.0 if tenant == "a" else 3.0, forever)) as place:
+            assert await place.turn(10.0)
+            if name == "a1":
+                looked.set()
+                await charged.wait()  # a look that found nobody
+                assert await place.turn(10.0)
+            place.taken()
+            order.append(name)
+
+    looked, charged = asyncio.Event(), asyncio.Event()
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        group.create_task(waits("a1", "a"))
+        await looked.wait()
+        group.create_task(waits("b1", "b"))
+        await asyncio.sleep(0)
+        line.over("run", prefill_s=50.0)
+        charged.set()
+    assert order == ["b1", "a1"]
