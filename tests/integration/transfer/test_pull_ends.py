@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from kvtransfer.checksum import memory
 from kvtransfer.inprocess import Faults
+from kvtransfer.puller import Puller
 from kvtransfer.source import State
+from kvtransfer.transport import LocalRank
 from runtime import faults
 from runtime.errors import (
     ChecksumMismatch,
@@ -44,13 +48,25 @@ async def test_one_corrupted_byte_is_detected_and_the_source_let_go(pair: tuple[
     await ended(source, State.RELEASED)
 
 
-@pytest.mark.parametrize(("skip", "component"), [(0, "kv"), (1, "recurrent")])
-async def test_a_byte_corrupted_at_the_fail_point_is_detected(
-    pair: tuple[Worker, Worker], skip: int, component: str
-) -> None:
-    """In a page, and in the state: each is checked by itself."""
+async def test_a_byte_corrupted_at_the_fail_point_is_detected(pair: tuple[Worker, Worker]) -> None:
     source, reader = pair
-    with faults.armed(f"kv.bytes=corrupt:0*1@{skip}"), pytest.raises(ChecksumMismatch, match=component):
+    with faults.armed("kv.bytes=corrupt:0*1"), pytest.raises(ChecksumMismatch):
+        await pull(reader, source, computed(source), reader.destination(MINE, TOKENS))
+
+
+@pytest.mark.parametrize("component", ["kv", "recurrent"])
+async def test_pages_and_state_are_checked_each_by_itself(
+    pair: tuple[Worker, Worker], component: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, reader = pair
+
+    def damage(puller: Puller, rank: LocalRank, part: Any) -> None:
+        if part.paged == (component == "kv"):
+            region = rank.info.by_component[component]
+            memory(region)[part.items[0] * region.stride] ^= 1
+
+    monkeypatch.setattr(Puller, "_corrupt", damage)
+    with pytest.raises(ChecksumMismatch, match=component):
         await pull(reader, source, computed(source), reader.destination(MINE, TOKENS))
 
 
