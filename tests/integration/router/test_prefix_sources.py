@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from router.policy.ledger import Demand
+from router.policy.view import Placement
 from tests.integration.router.scripted import until
 from tests.integration.router.sites import Site, config, site
 from tests.integration.router.test_policies import PROMPT, STORED, CachingWorker, fleet, idle, keys_of, used
@@ -78,3 +82,24 @@ async def test_a_prompt_whose_scores_are_wanted_is_run_whole() -> None:
         busy(made, "p0", "d0")
         await made.post("/v1/completions", {"prompt": LONG, "max_tokens": 1, "echo": True, "logprobs": 1})
         assert not any(leg.work.HasField("prefix_source") for worker in workers for leg in worker.submitted)
+
+
+async def test_an_absurd_budget_is_an_hour_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds that a worker has made up may make a prediction of any size."""
+    workers = able(fleet(prefills=2, decodes=1))
+    async with site(*workers, settings=config(policy="predicted")) as made:
+        await known_at(made, workers[0])
+        busy(made, "p0", "d0")
+        choose = made.router.planner._policy.choose
+
+        def endless(*asked: Any) -> Any:
+            placed = choose(*asked)
+            assert isinstance(placed, Placement)
+            assert placed.fetch is not None
+            return replace(placed, fetch=replace(placed.fetch, budget_s=math.inf))
+
+        monkeypatch.setattr(made.router.planner._policy, "choose", endless)
+        assert await used(made, LONG) == "p1"
+        assert workers[1].submitted[-1].work.prefix_source.budget_ms == 3_600_000
+        for name in ("others-0", "others-1"):
+            made.router.planner.ledger.release_all(name, (1,), 0.0)

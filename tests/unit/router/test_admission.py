@@ -212,3 +212,20 @@ async def test_a_turn_that_passes_to_another_tenant_by_what_one_has_used_wakes_t
         line.over("run", prefill_s=50.0)
         charged.set()
     assert order == ["b1", "a1"]
+
+
+async def test_time_in_the_line_counts_as_want_of_room_only_while_there_is_none() -> None:
+    clock = FakeClock()
+    line = Line(5, clock)
+    async with line.place(ask(1)):
+        clock.advance(40.0)
+        assert line.short_s == 0.0, "workers are only busy"
+        line.short(True)
+        clock.advance(3.0)
+        line.short(False)
+        clock.advance(40.0)
+        assert line.short_s == 3.0
+        line.short(True)
+        clock.advance(1.0)
+    clock.advance(9.0)
+    assert line.short_s == 4.0, "nobody waits any more"
