@@ -85,6 +85,8 @@ inline void shift_one(T* window, int64_t keep, const T* newest, float* rows) {
     window[keep - 1] = *newest;
 }
 
+constexpr int64_t kRows = 16;  // of a window; at least one
+
 // out [channels] = silu(convolution) of one unit of one row, whose window moves on. Slot 0 has no window.
 template <class T>
 void convolve(const Layer& l, const Part& p, int64_t slot, int64_t unit, const T* x, float* out) {
@@ -94,12 +96,12 @@ void convolve(const Layer& l, const Part& p, int64_t slot, int64_t unit, const T
         const int64_t n = p.channels - c < 16 ? p.channels - c : 16;
         const T* input = x + p.column + first + c;
         const v16 newest = load(input, n);
-        v16 rows[16] = {};
+        v16 rows[kRows] = {};
         if (slot && n == 16 && keep == 3) {
             shift(window + c * keep, newest, rows);
         } else if (slot) {
             for (int64_t i = 0; i < n; i++) {
-                float one[16];
+                float one[kRows];
                 shift_one(window + (c + i) * keep, keep, input + i, one);
                 for (int64_t j = 0; j < keep; j++) rows[j][i] = one[j];
             }

@@ -13,6 +13,9 @@ from torch import Tensor
 from engine.kernels.cpu.build import Compiled, current
 from engine.kernels.replay import Ring
 
+WIDTHS = range(2, 18)
+"""Of a convolution: a window of one row at least, and of as many as recurrent.cpp has room for (kRows) at most."""
+
 Decay = Literal["softplus", "bounded", "step"]
 _DECAYS: dict[Decay, int] = {"softplus": 0, "bounded": 1, "step": 2}
 
@@ -125,9 +128,11 @@ class Recurrence:
 
 
 def recurrent_step(made_of: Recurrence) -> RecurrentStep | None:
-    """None where the layer that is being built may use nothing compiled."""
+    """None where the layer that is being built may use nothing compiled, or has a convolution it is not made for."""
     compiled = current()
-    return None if compiled is None else RecurrentStep(compiled, made_of)
+    if compiled is None or made_of.q.weight.shape[1] not in WIDTHS:
+        return None
+    return RecurrentStep(compiled, made_of)
 
 
 class RecurrentStep:
