@@ -72,6 +72,14 @@ def refusal(response: web.Response) -> bytes:
     return f"HTTP/1.1 {response.status} {response.reason}\r\n{lines}\r\n".encode() + body
 
 
+def once(begun: bool) -> bool:
+    """An answer begins. Raises ConnectionResetError when it has begun before: a second one in the middle of the first
+    would be read as part of it, or as the next request's."""
+    if begun:
+        raise ConnectionResetError("the answer has begun already")
+    return True
+
+
 def open_transport(transport: asyncio.Transport | None) -> asyncio.Transport:
     """Raises ConnectionResetError when the client is gone."""
     if transport is None or transport.is_closing():

@@ -36,7 +36,8 @@ class Asked(Protocol):
         ...
 
     def transport(self) -> asyncio.Transport:
-        """Raises ConnectionResetError when the client is gone."""
+        """For the whole answer, once: what is refused after that cannot be answered any more, and ends the connection.
+        Raises ConnectionResetError then, and when the client is gone."""
         ...
 
     def written(self) -> web.StreamResponse | None:
@@ -55,10 +56,11 @@ class Asked(Protocol):
 class ServedRequest:
     """One that the server library has read."""
 
-    __slots__ = ("_request", "chunks", "plain", "request_id", "tenant")
+    __slots__ = ("_request", "begun", "chunks", "plain", "request_id", "tenant")
 
     def __init__(self, request: web.Request, request_id: str, tenant: Tenant) -> None:
         self._request = request
+        self.begun = False
         self.request_id = request_id
         self.tenant = tenant
         self.plain = request.version == HttpVersion11 and request.keep_alive
@@ -72,6 +74,7 @@ class ServedRequest:
         return await entity.read(self._request, max_bytes)
 
     def transport(self) -> asyncio.Transport:
+        self.begun = answer.once(self.begun)
         return answer.open_transport(self._request.transport)
 
     def written(self) -> web.StreamResponse:

@@ -105,7 +105,16 @@ class HttpFace:
     @staticmethod
     def _served(handler: Generating) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            response = await handler(ServedRequest(request, request[REQUEST_ID], request[TENANT]))
+            asked = ServedRequest(request, request[REQUEST_ID], request[TENANT])
+            try:
+                response = await handler(asked)
+            except Exception as exc:
+                if not asked.begun or isinstance(exc, ConnectionError):
+                    raise
+                _log.error("answer_broke", exc_info=exc)
+                if request.transport is not None:
+                    request.transport.close()  # the library would begin another one
+                raise ConnectionResetError("the answer broke off") from exc
             assert response is not None
             return response
 
@@ -218,7 +227,8 @@ class HttpFace:
         if not asked.plain:
             return _json(body)
         headers = {LABEL_HEADER: asked.request_id} | self._cors.answer(asked.headers)
-        asked.transport().write(answer.whole(orjson.dumps(body), headers))
+        made = answer.whole(orjson.dumps(body), headers)
+        asked.transport().write(made)
         return asked.written()
 
     def _frame(self, prefix: str, call: Call, include_usage: bool) -> Frame:

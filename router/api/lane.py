@@ -25,7 +25,7 @@ BODY_TIMEOUT_S = 60.0
 class Taken:
     """A request of the lane (asked.Asked). Its body may still be on its way."""
 
-    __slots__ = ("_come", "_protocol", "_waiter", "_wanted", "headers", "missing", "request_id", "tenant")
+    __slots__ = ("_begun", "_come", "_protocol", "_waiter", "_wanted", "headers", "missing", "request_id", "tenant")
 
     plain = True
     chunks = True
@@ -38,6 +38,7 @@ class Taken:
         self.missing = head.length - len(start)
         self._come: bytes | bytearray = start
         self._wanted = True
+        self._begun = False
         self._protocol = protocol
         self._waiter: asyncio.Future[None] | None = None
 
@@ -73,6 +74,7 @@ class Taken:
         return whole
 
     def transport(self) -> asyncio.Transport:
+        self._begun = answer.once(self._begun)
         return answer.open_transport(self._protocol.transport)
 
     def written(self) -> None:

@@ -109,6 +109,8 @@ class Protocol(web.RequestHandler):
         answered = False
         try:
             await endpoint(taken)
+            if taken.missing:  # nobody reads the rest, however long the answer takes to leave
+                taken.discard()
             await taken.drained()  # its next request is not looked at before it has read this answer
             answered = True
         except ConnectionError:
@@ -122,7 +124,6 @@ class Protocol(web.RequestHandler):
 
     def _linger(self, taken: Taken) -> None:
         """Who was refused in the middle of what it says will not read the answer before it has said it all."""
-        taken.discard()
         self._loop.call_later(self._lingering_time, self._lingered, taken)
 
     def _lingered(self, taken: Taken) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from router.api import lane
+from router.api import lane, replies
 from router.api.server import READ_AHEAD_BYTES, Protocol
 from tests.integration.router.scripted import Leg, ScriptedWorker, until
 from tests.integration.router.sites import Site, config, site
@@ -415,6 +415,35 @@ async def test_a_fault_of_ours_is_500_and_nothing_of_it_is_told(pair: Site, monk
         await one.answered(500)
     assert client.answers() == library.answers()
     assert b"secret" not in client.wire.written
+
+
+@pytest.mark.parametrize("by_lane", [True, False])
+async def test_a_fault_after_the_answer_has_begun_ends_the_connection_and_is_no_second_answer(
+    pair: Site, monkeypatch: pytest.MonkeyPatch, by_lane: bool
+) -> None:
+    def breaks(*_: Any) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(replies, "write_end", breaks)
+    for line in (b"X: y", b"Connection: close"):
+        client = Client(pair, by_lane=by_lane)
+        await client.send(post(asking(stream=True), line))
+        await until(lambda made=client: made.wire.closed)  # type: ignore[misc]
+        assert client.statuses() == [200]
+        assert client.answers() == [], "it has no end: who reads it knows that it broke off"
+        assert b"secret" not in client.wire.written
+
+
+async def test_a_body_that_nobody_wants_is_not_kept_while_its_refusal_waits_to_be_read(
+    pair: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(pair)
+    client.protocol.pause_writing()
+    monkeypatch.setattr(client.wire, "get_write_buffer_size", lambda: 1)
+    await client.send(GOOD[:-4].replace(b"Length: ", b"Length: 99999999"))
+    await until(lambda: client.statuses() == [413])
+    await client.send(*[b"x" * 100_000] * 10)
+    assert not cast(Any, client.protocol)._taken._come
 
 
 async def test_the_connection_is_the_librarys_own(pair: Site) -> None:
