@@ -153,7 +153,7 @@ def require_supported(*, dtype: torch.dtype, device: torch.device, head_dim: int
 class CompiledDecoder:
     """Runs decode steps over one pool. Not for two threads at once: it writes the pool."""
 
-    def __init__(self, model: DecodeModel, pool: torch.Tensor, cache: Path) -> None:
+    def __init__(self, model: DecodeModel, pool: torch.Tensor, cache: Path | None) -> None:
         self._model, self._pool = model, pool  # own what the addresses below point to
         self._run = _load(cache).pdserve_decode
         self._run.restype = None
@@ -211,7 +211,7 @@ def _words(values: Sequence[int]) -> npt.NDArray[np.int64]:
     return np.asarray(values, dtype=np.int64)
 
 
-def _load(cache: Path) -> ctypes.CDLL:
+def _load(cache: Path | None) -> ctypes.CDLL:
     """Raises Unsupported."""
     try:
         return library(SOURCE, cache, FLAGS, openmp_of_torch())

@@ -122,11 +122,11 @@ def carrier_for(config: Config, device: Sequence[Region], host: Sequence[Region]
     raise Unsupported("there is no way from this device's memory to a host pool", field="host_pool_bytes")
 
 
-def fused(cache: Path) -> Fused | None:
+def fused(cache: Path | None) -> Fused | None:
     """None where it cannot be built."""
     try:
         return Fused(library(SOURCE, cache))
-    except (NotBuilt, OSError) as error:
+    except NotBuilt as error:
         _log.warning("copies between tiers are not compiled, they will cost steps more", extra={"why": str(error)})
         return None
 

@@ -47,13 +47,13 @@ def using(compiled: Compiled | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def compiled(cache: Path, *, products: bool) -> Compiled | None:
+def compiled(cache: Path | None, *, products: bool) -> Compiled | None:
     """Build what is not in the cache yet. None where it cannot be built."""
     try:
         link = openmp_of_torch()
         names = ("products", "recurrent", "latent")
         first, second, third = (library(HERE / f"{name}.cpp", cache, FLAGS, link) for name in names)
-    except (NotBuilt, OSError) as error:
+    except NotBuilt as error:
         _log.warning("decode steps of hybrid layers are not compiled, they will be slower", extra={"why": str(error)})
         return None
     return Compiled(first, second, third, products)
