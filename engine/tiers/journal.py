@@ -88,8 +88,9 @@ class Journal:
         self._sums = struct.Struct(f"<{units}Q")
         self._slot_sums = struct.Struct(f"<{state_units}Q")
         self.torn = 0  # bytes behind the last whole record, when it was opened
+        self._intact = 0  # bytes of whole records at the last look, the header included
         self.found = self._read()
-        self._fd = self._rewrite(self.found)
+        self._fd = self._open()
         self._long = self._limit()
 
     @property
@@ -107,8 +108,7 @@ class Journal:
         data = b"".join([*map(self._drop_record, drops), *self._records(puts, states, hints)])
         end = os.fstat(self._fd).st_size
         try:
-            if os.write(self._fd, data) < len(data):
-                raise OSError("the index could not be written whole")
+            _write(self._fd, data)
         except OSError:
             os.ftruncate(self._fd, end)
             raise
@@ -158,7 +158,7 @@ class Journal:
         return _sealed(_DROP, key, b"")
 
     def _read(self) -> Found:
-        found = Found()
+        found, self._intact = Found(), 0
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -169,7 +169,7 @@ class Journal:
         while size := self._whole(data, at):
             self._take(data[at : at + size - _CRC.size], found)
             at += size
-        self.torn = len(data) - at
+        self.torn, self._intact = len(data) - at, at
         found.hints = {key: hint for key, hint in found.hints.items() if key in found.puts}
         return found
 
@@ -216,14 +216,38 @@ class Journal:
         page_sums = self._sums.unpack_from(body, _ON.size + self._slot_sums.size) if partial else ()
         return StatePut(name, key, length, tuple(tail[:count]), slot, saving, slot_sums, page_sums)
 
+    def _open(self) -> int:
+        """Written anew; or, where there is no room for that, the one that is there without what is torn."""
+        try:
+            return self._rewrite(self.found)
+        except OSError:
+            if not self._intact:
+                raise
+            fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            os.ftruncate(fd, self._intact)
+            return fd
+
     def _rewrite(self, found: Found) -> int:
         """Write what counts to a new file and put it in the old one's place: the same moment for all of it."""
         fresh = self._path.with_suffix(".new")
-        with fresh.open("wb") as file:
+        fd = os.open(fresh, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
             records = self._records(found.puts.values(), found.states.values(), found.hints.items())
-            file.write(self._header + b"".join(records))
-        fresh.replace(self._path)
-        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            _write(fd, self._header + b"".join(records))
+            fresh.replace(self._path)
+        except OSError:
+            os.close(fd)
+            with contextlib.suppress(OSError):  # its room is wanted
+                fresh.unlink()
+            raise
+        return fd
+
+
+def _write(fd: int, data: bytes) -> None:
+    """All of it, or OSError."""
+    left = memoryview(data)
+    while left.nbytes:
+        left = left[os.write(fd, left) :]
 
 
 def _sealed(kind: int, key: bytes, more: bytes) -> bytes:
