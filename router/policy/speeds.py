@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
-from router.policy.trust import Trust
+from router.policy.trust import Trust, measurable
 
 CLIP = 0.5
 """Largest relative residual one report may count with, or SCATTER times what residuals are of late, if that is more:
@@ -34,6 +35,10 @@ FIRST = 20
 """Reports after which the regression is taken to know something: before that one is weighted by the larger of what was
 expected and what came, so that neither an expectation far too low nor a stall counts many times."""
 
+
+AWAY, AGREED = math.log(20.0), 5
+"""So many reports in a row, each so far off to the same side: what is thought of the fleet began with an absurd one, or
+it is another fleet. Small corrections would never get there."""
 
 NOISE = 0.05
 """Variance of one report's relative error, roughly: what a report is trusted."""
@@ -68,14 +73,24 @@ class Regression:
     def __init__(
         self, prior: Sequence[float], forgetting: float = 0.998, spread: float | Sequence[float] = 2.0
     ) -> None:
-        self._prior = np.asarray(prior, dtype=float)
-        self._theta = np.ones(len(prior))  # in units of the prior
-        self._cov = np.diag(np.broadcast_to(np.asarray(spread, dtype=float), len(prior)) ** 2)
+        self._shape = np.asarray(prior, dtype=float)
+        self._spread = np.diag(np.broadcast_to(np.asarray(spread, dtype=float), len(prior)) ** 2)
         self._keep = forgetting
-        self._scatter = 1.0  # of relative residuals
-        self._trace = float(np.trace(self._cov))
+        self._trace = float(np.trace(self._spread))
+        self._above = False
+        self._far: list[float] = []  # sizes of the shape that the last reports ask for, all far off to one side
+        self._begin(1.0)
         self.count = 0
-        self.coefficients: tuple[float, ...] = tuple(prior)
+
+    def _begin(self, size: float) -> None:
+        """With nothing but the shape, of this size."""
+        self._prior = self._shape * size
+        self._theta = np.ones(len(self._shape))  # in units of the prior
+        self._cov = self._spread
+        self._scatter = 1.0  # of relative residuals
+        self._far = []
+        self.count = 1
+        self.coefficients: tuple[float, ...] = tuple(float(value) for value in self._prior)
 
     def predict(self, features: Sequence[float]) -> float:
         return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
@@ -83,7 +98,10 @@ class Regression:
     def learn(self, features: Sequence[float], observed: float) -> None:
         """One report. Weighted by its own size, so that short and long ones count alike."""
         expected = self.predict(features)
-        if observed <= 0 or expected <= 0:
+        if not _comparable(observed, expected):
+            return
+        if self._unlike(features, observed / expected, observed):
+            self._begin(median(self._far))
             return
         if not self.count:
             self._prior = self._prior * (observed / expected)
@@ -102,6 +120,19 @@ class Regression:
             self._cov /= self._keep
         self.count += 1
         self.coefficients = tuple(float(value) for value in self._theta * self._prior)
+
+    def _unlike(self, features: Sequence[float], ratio: float, observed: float) -> bool:
+        """Whether enough reports agree that all of this is wrong."""
+        off = math.log(ratio)
+        if not self.count or abs(off) < AWAY:
+            self._far = []
+            return False
+        size = observed / float(np.asarray(features, dtype=float) @ self._shape)
+        if (off > 0) != self._above:
+            self._far = []
+        self._above = off > 0
+        self._far.append(size)
+        return len(self._far) >= AGREED
 
     def scale(self, factor: float) -> None:
         """All of it is `factor` times as much."""
@@ -143,13 +174,13 @@ class Factors:
         """Whether this is what another report has told already: it is far off, and part of it lies in that one's
         time."""
         machine = self._machines.get(key)
-        if machine is None or observed <= 0 or expected <= 0 or not began < machine.told_at:
+        if machine is None or not _comparable(observed, expected) or not began < machine.told_at:
             return False
         return abs(self._residual(machine, observed, expected)) > CLIP
 
     def learn(self, key: Hashable, observed: float, expected: float, ended: float = NOW) -> float:
         """expected: without any factor. Returns what the fleet's figure is to be multiplied with."""
-        if observed <= 0 or expected <= 0:
+        if not _comparable(observed, expected):
             return 1.0
         machine = self._machines.get(key)
         if machine is None:
@@ -365,6 +396,10 @@ class Speeds:
 
     def learn_load(self, size: float, seconds: float, tier: str = "host") -> None:
         self._load[tier].learn((1.0, size), seconds)
+
+
+def _comparable(observed: float, expected: float) -> bool:
+    return measurable(observed) and 0.0 < expected < math.inf
 
 
 def _learn(

@@ -23,7 +23,8 @@ SLACK_SHARE, SLACK_S = 1.25, 0.02
 MOST_KNOWN = 20_000
 """Workers, or paths between them: of more, those that were met first are forgotten."""
 
-LONGEST_S = 1e6
+SHORTEST_S, LONGEST_S = 1e-6, 1e6
+"""Of what a clock shows of work that was done."""
 _SECONDS = ("queue_s", "prefill_s", "handoff_wait_s", "transfer_s", "decode_s", "checksum_s", "fetch_s")
 
 
@@ -31,8 +32,13 @@ def sound(times: common_pb2.StageTimes) -> None:
     """What a worker says took no time a clock could show (NaN, negative, without end) took none: one such number would
     stay in every mean, price and prediction it is mixed into."""
     for name in _SECONDS:
-        if not 0.0 <= getattr(times, name) <= LONGEST_S:
+        if not measurable(getattr(times, name)):
             setattr(times, name, 0.0)
+
+
+def measurable(seconds: float) -> bool:
+    """Whether it can be a measured time of work. NaN cannot."""
+    return SHORTEST_S <= seconds <= LONGEST_S
 
 
 class Trust:

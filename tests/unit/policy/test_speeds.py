@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from statistics import median
 
@@ -292,3 +293,42 @@ def test_what_context_costs_is_learned_where_it_is_forty_times_what_a_gpu_would_
     for uncached, cached in ((1200, 0), (200, 960), (30, 0), (300, 0)):
         truth_s = 0.015 + uncached * (8.5e-4 + 4e-7 * (cached + uncached / 2))
         assert speeds.prefill_s("a", uncached, cached) == pytest.approx(truth_s, rel=0.25)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6, 1e9, 1.8e19])
+@pytest.mark.parametrize(
+    "said", [5e-324, 1e-300, 1e-9, 1e-6, 1e-3, 1e3, 1e6, 1e300, 1e308, math.inf, math.nan, -1.0, 0.0]
+)
+def test_an_absurd_report_is_got_over_wherever_it_comes(size: float, said: float) -> None:
+    """The first one says how fast everything is, and a rate that is a million times off is no matter of corrections."""
+    for at in (0, 1, 25):
+        draw, learned = random.Random(1), Regression((0.001, 1e-10))
+        for number in range(80):
+            if number == at:
+                learned.learn((1.0, size), said)
+            moved = draw.choice([1e6, 1e8, 1e9])
+            learned.learn((1.0, moved), (0.002 + 5e-10 * moved) * draw.lognormvariate(0, 0.1))
+        assert learned.predict((1.0, 1e9)) == pytest.approx(0.502, rel=0.15)
+
+
+@pytest.mark.parametrize("said", [5e-324, 1e-300, 1e300, math.inf, math.nan, -1.0])
+def test_numbers_that_are_no_time_teach_nothing_about_anything(said: float) -> None:
+    speeds = taught(30)
+    before = speeds.prefill_s("a", 1000, 0), speeds.prefill_s("new", 1000, 0)
+    for worker in ("a", "new"):
+        speeds.learn_prefill(worker, 1000, 0, said)
+        speeds.learn_step(worker, 1.0, 100.0, said)
+        speeds.learn_transfer(worker, "b", 1e6, said)
+        speeds.learn_load(1e6, said)
+    assert (speeds.prefill_s("a", 1000, 0), speeds.prefill_s("new", 1000, 0)) == before
+    fresh = Speeds()
+    assert speeds.step_s("a", 1, 100) == fresh.step_s("a", 1, 100)
+    assert speeds.transfer_s("a", "b", 1e6) == fresh.transfer_s("a", "b", 1e6)
+    assert speeds.load_s(1e6) == fresh.load_s(1e6)
+
+
+def test_a_fleet_that_becomes_a_hundred_times_faster_is_followed() -> None:
+    learned = Regression((0.001, 1e-10))
+    for number in range(200):
+        learned.learn((1.0, 1e8), 5.0 if number < 100 else 0.05)
+    assert learned.predict((1.0, 1e8)) == pytest.approx(0.05, rel=0.1)
