@@ -28,6 +28,10 @@ PRIORITY_STEP_S = 5.0
 """What one priority is worth, in due time and in service. engine.order counts with the same."""
 
 
+GONE_KEPT = 64
+"""Entries of those who left, beyond one for each that waits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Of one tenant; 0 = none. weight: its share of the fleet when there is not enough. max_inflight counts what runs
@@ -317,7 +321,11 @@ class Admission:
         return best
 
     def _tidy(self, tenant: _Tenant) -> None:
-        """Drop from the top of the heap who has left."""
+        """Drop from the top of the heap who has left; and from all of it, when those are most of it: they lie below one
+        that is held for as long as that waits."""
+        if len(tenant.heap) > 2 * tenant.waiting + GONE_KEPT:
+            tenant.heap = [entry for entry in tenant.heap if entry[2].request_id in self._where]
+            heapq.heapify(tenant.heap)
         while tenant.heap and tenant.heap[0][2].request_id not in self._where:
             heapq.heappop(tenant.heap)
 

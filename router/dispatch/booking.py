@@ -34,6 +34,9 @@ RETRY_AFTER_MS = 1000
 LOOK_AGAIN_S = 0.25
 """A waiting request looks again after this even when no worker reported a change."""
 
+LOOK_S = 0.02
+"""Not sooner than this without a change, however little is left of its time: that may stand still."""
+
 LEGS = ("prefill", "decode")
 
 Choice = pairing.Pair | pairing.Local
@@ -175,7 +178,7 @@ class Booking:
         async with self.line.place(ask) as place:
             end = self.line.short_s + self._timeout_s
             while (left := end - self.line.short_s) > 0:
-                if not await place.turn(left):
+                if not await place.turn(max(left, LOOK_S)):
                     continue
                 change = self._fleet.changed_event()
                 found = await self._round(wish)
@@ -184,7 +187,7 @@ class Booking:
                     place.taken()
                     return found
                 self.line.short(found is None)
-                await _soon(change, min(LOOK_AGAIN_S, left, found.seconds if found is not None else left))
+                await _soon(change, min(LOOK_AGAIN_S, max(found.seconds if found is not None else left, LOOK_S)))
         raise TimeoutError
 
     def due(self, work: Work) -> float:
@@ -221,6 +224,7 @@ class Booking:
     async def _round(self, wish: Wish) -> Choice | Wait | None:
         """Try every choice once. None: everybody refused for now. Wait: whoever has room is too busy."""
         if wish.patience_s is None and self._planner.busy(self._config.line_hold_s):
+            self._least_loaded(wish, _Round(wish.avoid))  # who lacks a role, or finds none that is large enough, hears so
             return Wait(LOOK_AGAIN_S, "workers_busy")
         state = _Round(wish.avoid, self._resting(wish.length))
         while True:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.admission.admission import Admission, Ask, Config, Limits
+from router.admission.admission import GONE_KEPT, Admission, Ask, Config, Limits
 from runtime.errors import DeadlineExceeded, QuotaExceeded, Saturated
 
 FOREVER = float("inf")
@@ -333,3 +333,19 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_those_who_leave_behind_one_that_is_held_leave_nothing_there() -> None:
+    """A client that asks and goes away again and again, while every worker is busy."""
+    admission = Admission()
+    admission.enter(ask("first", due=1.0), 0.0)
+    for number in range(2000):
+        admission.enter(ask(f"r{number}", due=2.0), 0.0)
+        if number % 10:
+            admission.leave(f"r{number}")
+    admission.check()
+    assert len(admission._tenants["t"].heap) <= 2 * len(admission) + GONE_KEPT + 1
+    for number in range(0, 2000, 10):
+        admission.leave(f"r{number}")
+    assert len(admission._tenants["t"].heap) <= GONE_KEPT + 3
+    assert served(admission, 2) == ["first"]
