@@ -53,13 +53,14 @@ OPENING, QUESTION, ANSWER = 320, 80, 16
 @dataclass(frozen=True, slots=True)
 class Policy:
     """One configuration of the tiers. host: tokens, as a multiple of what all conversations fill; 0 = none. restarted:
-    before the last turn."""
+    before the last turn. few_states: no more than are of use, which is what each conversation's last turn left."""
 
     name: str
     host: float = 0.0
     changes: dict[str, Any] = field(default_factory=dict)
     disk: bool = False
     restarted: bool = False
+    few_states: bool = False
 
 
 POLICIES = (
@@ -75,6 +76,7 @@ POLICIES = (
 HYBRID = (
     Policy("none"),
     Policy("host", 1.2),
+    Policy("host, few states", 1.2, few_states=True),
     Policy("small host", 0.4),
     Policy("small host and disk", 0.4, {}, True),
     Policy("the same, restarted", 0.4, {}, True, True),
@@ -117,7 +119,8 @@ class Talks:
             changes["host_pool_tokens"] = int(policy.host * whole)
         if hybrid:
             changes["state_slots"] = max(talks * turns * STATES // OVER, 4)
-            changes["host_state_slots"] = max(int(policy.host * talks * turns * STATES), 1)
+            states = STATES * talks if policy.few_states else int(policy.host * talks * turns * STATES)
+            changes["host_state_slots"] = max(states, 1)
         self.config = Config(
             model="smollm2",
             kv_pool_tokens=whole // OVER,

@@ -121,6 +121,8 @@ class Memory:
         assert new is not None
         assert new_slots is not None
         self._give(seq, claim, new, new_slots)
+        if swapped is None:
+            self._came_by(seq, claim.lower or claim.match.state)
         if self.tiers and swapped is not None:
             self.tiers.swap_in(seq.id, seq.pages[: len(swapped.pages)], seq.slot)
         elif self.tiers and claim.lower is not None:
@@ -133,6 +135,11 @@ class Memory:
             self._sighted(seq, claim)
         self._retain(seq, len(claim.hit))
         return claim.start
+
+    def _came_by(self, seq: Sequence, state: State | TierState | None) -> None:
+        seq.came_by = state.name if state is not None else None
+        if state is not None and self.states is not None:
+            self.states.successors.resumed(state.name, state.key, seq.request.spec.key.request_id)
 
     def _retain(self, seq: Sequence, pages: int) -> None:
         """Its request uses the first `pages` of its pages, which were there before it, and its whole session."""
@@ -153,7 +160,7 @@ class Memory:
         self.tiers.sightings.asked(seq.hasher.page_keys(seq.tokens)[: prompt // PAGE_TOKENS])
         state = claim.lower or claim.match.state
         if state is not None:
-            self.tiers.sightings.state(state_id(state.key, state.tail), state.length, prompt)
+            self.tiers.sightings.state(state.name, state.length, prompt)
 
     def staging(self, seq: Sequence, use_cache: bool) -> bool:
         """What this waiting sequence can use is on its way from the disk to the host."""
@@ -293,7 +300,7 @@ class Memory:
             assert self.states is not None
             keys = seq.hasher.page_keys(seq.tokens)[: length // PAGE_TOKENS]
             self.states.publish(keys, length, (), slot, 0, length)
-            self._saw_state(seq, keys[-1], length, ())
+            self._left_state(seq, keys[-1], length, (), junction=seq.checkpoints[-1:] != (length,))
         self.drop_checkpoints(row)
 
     def drop_checkpoints(self, row: Row) -> None:
@@ -310,11 +317,28 @@ class Memory:
         page = seq.pages[len(keys)] if tail else 0
         self.states.publish(keys, seq.computed, tail, seq.slot, page, seq.whole)
         if keys:
-            self._saw_state(seq, keys[-1], seq.computed, tuple(tail))
+            if seq.request.remote:  # another worker went on from what is known here, too
+                self._came_by(seq, self._under(keys, seq.tokens[: seq.computed]))
+            self._left_state(seq, keys[-1], seq.computed, tuple(tail))
 
-    def _saw_state(self, seq: Sequence, key: bytes, length: int, tail: tuple[int, ...]) -> None:
+    def _under(self, keys: list[bytes], tokens: list[int]) -> State | TierState | None:
+        assert self.states is not None
+        found: list[State | TierState] = [*self.states.of(keys, tokens)]
         if self.tiers is not None:
-            self.tiers.sightings.state(state_id(key, tail), length, seq.request.spec.prompt_len)
+            found += self.tiers.states.match(keys, tokens, 0)
+        return max(found, key=lambda s: s.length, default=None)
+
+    def _left_state(
+        self, seq: Sequence, key: bytes, length: int, tail: tuple[int, ...], *, junction: bool = False
+    ) -> None:
+        assert self.states is not None
+        if not self.states.has(key, tail):
+            return
+        name, spec = state_id(key, tail), seq.request.spec
+        self.states.successors.left(name, key, spec.key.request_id, seq.came_by, junction=junction)
+        seq.came_by = name
+        if self.tiers is not None:
+            self.tiers.sightings.state(name, length, spec.prompt_len)
 
     def fork(self, lead: Sequence, choice: int, seq_id: int) -> Sequence:
         """A further choice after the prompt: full pages shared, the last partial page and the slot copied by the next
@@ -333,6 +357,7 @@ class Memory:
             computed=lead.computed,
             whole=lead.computed,
             published=lead.published,
+            came_by=lead.came_by,
             pages=lead.pages[:shared] + own,
         )
         if lead.computed % PAGE_TOKENS:

@@ -8,7 +8,7 @@ first. Every change is journalled with a sequence number; a reader that fell beh
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from engine.pages import PagePool
@@ -89,6 +89,11 @@ class PrefixCache:
 
     def parent(self, key: bytes) -> bytes | None:
         return self._nodes[key].parent
+
+    def following(self, key: bytes) -> Collection[bytes]:
+        """Keys here that hang on this one, which may be elsewhere."""
+        node = self._nodes.get(key)
+        return node.children.keys() if node is not None else ()
 
     def set_dependents(self, key_gone: Callable[[bytes], None], page_wanted: Callable[[int], bool]) -> None:
         """Whoever hangs states on keys. key_gone: this key is being forgotten. page_wanted: give up this page, which

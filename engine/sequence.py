@@ -104,6 +104,7 @@ class Sequence:
     lost: int = 0  # tokens that were computed before a preemption
     checkpoints: tuple[int, ...] = ()  # lengths at which the prefill exports its state
     held_up: float = -1.0  # since when its next row waits for slots for them
+    came_by: bytes | None = None  # the state it has resumed, or left last
     kept_until: float = 0.0  # when its cache entries pass their time, as of its admission
 
     @property

@@ -11,8 +11,9 @@ all of which must match. States are immutable: a hit copies slot and partial pag
 | in here, count 0          | the cache; evicted when slots run out                               |
 | in here, count > 0        | the cache, and whoever copies or reads it (hits, leases)            |
 
-When slots run out the state with the lowest score goes, pages untouched: recency in [0, 1] plus the prefill it saves
-over the next shallower state, per byte, in [0, 1]. So a state between two others goes before either.
+When slots run out a spent state goes (see engine.successors), else the one with the lowest score, pages untouched:
+recency in [0, 1] plus the prefill it saves over the next shallower state, per byte, in [0, 1]. So a state between two
+others goes before either.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.pages import PagePool, SlotPool
 from engine.prefix_cache import PrefixCache
 from engine.runner_api import ModelSpec
+from engine.successors import Successors
 from kvtransfer.types import PAGE_TOKENS
 
 SAVING_WEIGHT = 1.0
@@ -44,6 +46,10 @@ class State:
     used: int
     whole: int
     below: State | None = None
+    name: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = state_id(self.key, self.tail)
 
     @property
     def start(self) -> int:
@@ -89,6 +95,7 @@ class StateCache:
         self._looked_up = 0
         self.version = 0  # grows with every state that comes, goes or is hit
         self.rank: Callable[[bytes], int] = lambda _: 0
+        self.successors = Successors(lambda key: len(cache.following(key)))
         self.dropped: Callable[[State], None] = lambda _: None
         slots.set_evictor(lambda _: self._drop(self._victim()))
         cache.set_dependents(self._key_gone, self._page_wanted)
@@ -115,6 +122,13 @@ class StateCache:
                     return Match(pages, best)
             return Match(pages, None)
 
+    def has(self, key: bytes, tail: tuple[int, ...]) -> bool:
+        return any(state.tail == tail for state in self._by_key.get(key, ()))
+
+    def of(self, keys: Sequence[bytes], tokens: Sequence[int]) -> list[State]:
+        """States of prefixes of `tokens`. keys: of its full pages. Nobody is said to have hit them."""
+        return [s for key in keys for s in self._by_key.get(key, ()) if fits(s.length, s.tail, tokens)]
+
     def publish(
         self, keys: Sequence[bytes], length: int, tail: Sequence[int], slot: int, page: int, whole: int
     ) -> bool:
@@ -126,8 +140,7 @@ class StateCache:
         with self._pages.lock:
             if not keys or keys[-1] not in self._cache:
                 return False
-            known = self._by_key.get(keys[-1], [])
-            if any(s.tail == tuple(tail) for s in known):
+            if self.has(keys[-1], tuple(tail)):
                 return False
             assert slot not in self.slots(), "a slot has one content"
             state = State(keys[-1], length, tuple(tail), slot, page, self._looked_up, whole)
@@ -219,16 +232,17 @@ class StateCache:
         return idle[0]
 
     def _by_score(self) -> list[State]:
-        """Idle states, the first to go first: by rank (see engine.retention), then by score."""
+        """Idle states, the first to go first: what is spent, then by rank (see engine.retention), then by score."""
         idle = [s for s in self._all() if self._slots.refs(s.slot) == 0]
         if not idle:
             return []
         oldest, newest = min(s.used for s in idle), max(s.used for s in idle)
         best = max(self.saving(s) for s in idle)
 
-        def score(state: State) -> tuple[int, float]:
+        def score(state: State) -> tuple[bool, int, float]:
             recency = (state.used - oldest) / max(newest - oldest, 1)
-            return self.rank(state.key), recency + SAVING_WEIGHT * self.saving(state) / best
+            kept = not self.successors.spent(state.name)
+            return kept, self.rank(state.key), recency + SAVING_WEIGHT * self.saving(state) / best
 
         return sorted(idle, key=score)
 

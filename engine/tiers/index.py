@@ -10,7 +10,7 @@ takes tails first, and a key that goes for good takes what hangs on it along.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from engine.pages import PagePool
@@ -72,6 +72,10 @@ class TierIndex:
 
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
+
+    def following(self, key: bytes) -> Collection[bytes]:
+        """Keys here that hang on this one, which may be elsewhere."""
+        return self._children.get(key, {}).keys()
 
     def match(self, keys: Sequence[bytes], first: int) -> list[Entry]:
         """Entries of keys[first:] up to the first that is not here. Takes no count."""

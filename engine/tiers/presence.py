@@ -23,6 +23,13 @@ class Presence:
         """Whether the page under this key is in some tier."""
         return key in self._cache or bool(self._tier(key))
 
+    def ways(self, key: bytes) -> int:
+        """How many pages follow the one under this key."""
+        found = {*self._cache.following(key), *self._host.following(key)}
+        if self.disk is not None:
+            found.update(self.disk.index.following(key))
+        return len(found)
+
     def dropped(self, keys: Sequence[bytes]) -> dict[bytes, str]:
         """The device has forgotten these (tail first). The tiers of those that are still somewhere."""
         kept = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from engine.pages import PagePool, SlotPool
 from engine.plan import Copy
-from engine.states import State, StateCache, state_id
+from engine.states import State, StateCache
 from engine.tiers.policy import Sightings
 from engine.tiers.pool import Mover, Sums
 from engine.tiers.states import HostStates, TierState
@@ -98,21 +98,23 @@ class StateStores:
 
     def forget(self, state: State) -> bool:
         """It has left the device. Whether it is lost: nobody has had a copy of it, and one was wanted."""
-        name = state_id(state.key, state.tail)
+        name = state.name
         lost = not self._safe(state) and name not in self._ahead and name not in self._tried
         self._ahead.discard(name)
         return lost
 
     def _safe(self, state: State) -> bool:
-        wanted = self._sightings.wanted(state_id(state.key, state.tail))
-        return not wanted or self._host.has(state.key, state.tail) or self.lower(state)
+        return not self._wanted(state) or self._host.has(state.key, state.tail) or self.lower(state)
+
+    def _wanted(self, state: State) -> bool:
+        return self._sightings.wanted(state.name) and not self._states.successors.spent(state.name)
 
     def _start(self, going: Iterable[State], limit: int, tried: set[bytes], *, in_no_hurry: bool = False) -> bool:
         """Whether some are on their way now, or were left."""
         for state in going:
-            name = state_id(state.key, state.tail)
+            name = state.name
             known = name in self._storing or name in self._refused or name in tried
-            if known or self._host.has(state.key, state.tail) or not self._sightings.wanted(name):
+            if known or self._host.has(state.key, state.tail) or not self._wanted(state):
                 continue
             if len(self._storing) >= limit:
                 return True

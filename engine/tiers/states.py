@@ -3,14 +3,14 @@ its tokens where the boundary is off the page grid. Torch-free; engine thread on
 
 As on the device (engine.states) a state hangs on the key of the last full page below it, and goes when that key is in
 no tier any more. A slot here is in one state: free; referenced (being written, being read, or a swapped request's); or
-cached. When slots run out the state with the lowest score goes: by `lru` the longest unused, by `flops` recency plus
-the prefill it saves per byte.
+cached. When slots run out a spent state goes (see engine.successors), else the one with the lowest score: by `lru` the
+longest unused, by `flops` recency plus the prefill it saves per byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.pages import PageHold, SlotPool, hold_both
 from engine.prefix_cache import PrefixCache
@@ -34,14 +34,14 @@ class TierState:
     page_sums: Sums
     saving: float
     used: int = 0
+    name: bytes = field(init=False)
 
-    @property
-    def name(self) -> bytes:
-        return state_id(self.key, self.tail)
+    def __post_init__(self) -> None:
+        self.name = state_id(self.key, self.tail)
 
 
 class TierStates:
-    """One tier's. rank: see engine.retention."""
+    """One tier's. rank: see engine.retention. spent: of a state's name, see engine.successors."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class TierStates:
         self._by_key: dict[bytes, list[TierState]] = {}
         self._used = self._count = 0
         self._rank = rank
+        self.spent: Callable[[bytes], bool] = lambda _: False
         slots.set_evictor(lambda _: self._evict(self._victim()))
 
     def __len__(self) -> int:
@@ -159,6 +160,7 @@ class TierStates:
     def _victim(self) -> TierState:
         idle = [s for s in self._all() if self.slots.refs(s.slot) == 0]
         assert idle, "cached slots without a state"
+        idle = [s for s in idle if self.spent(s.name)] or idle
         lowest = min(self._rank(s.key) for s in idle)
         idle = [s for s in idle if self._rank(s.key) == lowest]
         oldest, newest = min(s.used for s in idle), max(s.used for s in idle)

@@ -108,6 +108,9 @@ class Tiers:
         self.disk: DiskTier | None = None
         self._where = Presence(cache, self.host, self.states)
         cache.set_lower(self._device_dropped, self._where.below)
+        if states is not None:
+            states.successors.ways = self._where.ways
+            self.states.spent = states.successors.spent
         retained.serve(self.host.ranked, self.host.used_again)
         retained.serve(lambda _key, _rank: None, self.states.used_again)
 
@@ -143,6 +146,7 @@ class Tiers:
             wall=wall,
         )
         self._where.disk = below = self.disk
+        below.states.spent = self.states.spent
         if self.state_stores is not None:
             self.state_stores.lower = lambda state: below.states.has(state.key, state.tail)
 
