@@ -222,6 +222,7 @@ class Link(Generic[C]):
 
     async def _stream(self) -> None:
         """One call from Hello to its end."""
+        self._lose_halves()
         call = self._service.open()
         resumed = dict(self._legs)
         try:
@@ -245,6 +246,18 @@ class Link(Generic[C]):
         finally:
             call.cancel()
             self._lose_reservations()
+
+    def _lose_halves(self) -> None:
+        """Of these a part has left, on a stream that is no more: the rest of it would mean nothing to the worker."""
+        begins: dict[Key, C] = {}
+        for key, command in self._submissions:
+            begins.setdefault(key, command)
+        halves = {key for key, command in begins.items() if not command.HasField("submit")}
+        if halves:
+            self._submissions = deque(entry for entry in self._submissions if entry[0] not in halves)
+        for key in halves:
+            del self._unsent[key]
+            self._lose(key, WorkerLost("the worker's stream broke"))
 
     def _lose_reservations(self) -> None:
         """Their answers went with the stream."""

@@ -11,6 +11,7 @@ import pytest
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.pressure import Pressure
+from router.workers import links
 from router.workers.commands import Density, batched
 from router.workers.links import Link
 from router.workers.worker import PrefillService
@@ -224,3 +225,47 @@ async def test_a_stream_that_fails_in_a_way_of_its_own_is_attached_again(fails: 
             await link.connected.wait()
         assert len(opened) == 2
         assert not link.closed
+
+
+class Told(Leg):
+    def __init__(self) -> None:
+        self.lost = asyncio.Event()
+
+    def on_lost(self, error: PdserveError) -> None:
+        assert isinstance(error, WorkerLost)
+        self.lost.set()
+
+
+class Cut(Brittle):
+    """It breaks in the middle of a prompt that takes several messages."""
+
+    async def write(self, message: bytes) -> None:
+        if prefill_pb2.PrefillCommand.FromString(message).HasField("tokens"):
+            raise asyncio.InvalidStateError
+        await super().write(message)
+
+
+async def test_of_a_prompt_half_of_which_has_left_the_other_half_is_not_sent_to_a_stream_that_knows_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "BATCH_COMMANDS", 1)
+    calls: list[Call] = [Cut(""), Call()]
+    opened: list[Call] = []
+
+    def open_one() -> Call:
+        opened.append(calls[len(opened)])
+        return opened[-1]
+
+    async with linked(Pressure(), open_one) as (link, _):
+        halved, whole = Told(), Told()
+        rest = [prefill_pb2.PrefillCommand(tokens=common_pb2.TokenChunk(ref=ref(1), offset=n)) for n in (1, 2)]
+        link.attach(("1", 1), halved, submit(1), *rest)
+        link.attach(("2", 1), whole, submit(2))
+        await calls[1].until(1)
+        calls[1].welcome.set()
+        await calls[1].until(2)
+        async with asyncio.timeout(5):
+            await halved.lost.wait()
+    assert [command.WhichOneof("command") for command in calls[0].written] == ["hello", "submit"]
+    assert [command.WhichOneof("command") for command in calls[1].written] == ["hello", "submit"]
+    assert calls[1].written[1].submit.ref.request_id == "2"
