@@ -2,7 +2,7 @@
 run on the disk's lane.
 
 No more than a bounded part is on its way at a time. What comes beyond that waits on the host, as long as the host keeps
-it.
+it. A state's pages go before it as far as they wait, or a kill in between would leave it without them.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Spill:
         """Pages that have come to the host, parents first."""
         self._later.update((entry.key, None) for entry in entries if not self._known(entry.key))
         self._more_pages()
+        self._more_states()
 
     def state(self, state: TierState) -> None:
         """One that has come to the host."""
@@ -124,6 +125,7 @@ class Spill:
                 self._failed(drops, hints)
             self._index.pool.release(slots)
             self._more_pages()
+            self._more_states()
 
         self._submit(lambda: self._disk.write(pairs, puts, drops, hints), done)
 
@@ -142,12 +144,16 @@ class Spill:
         return state.name in self._writing_states or self._states.has(state.key, state.tail)
 
     def _more_states(self) -> None:
-        while self._states_later and len(self._writing_states) < self._queue_states:
-            name = next(iter(self._states_later))
-            asked = self._states_later.pop(name)
-            if self._known_state(asked):
-                continue
+        for name, asked in list(self._states_later.items()):
+            if len(self._writing_states) >= self._queue_states:
+                break
             state = self._host_states.get(asked.key, asked.tail)
+            known = self._known_state(asked)
+            if state is not None and not known and not self._host_states.spent(name) and not self._pages_first(state):
+                continue
+            del self._states_later[name]
+            if known or self._host_states.spent(name):
+                continue
             slots = self._states.slots.allocate(1) if state is not None else None
             if state is None or slots is None:
                 self._counts.dropped += 1
@@ -156,6 +162,25 @@ class Spill:
             self._write_state(state, slots[0])
         while len(self._states_later) > self._host_states.slots.total:
             del self._states_later[next(iter(self._states_later))]
+
+    def _pages_first(self, state: TierState) -> bool:
+        """Whether it is its turn. Of its pages, those that wait are the next to be written; for those that have not
+        come down yet it waits as long as the host has room."""
+        waiting: list[bytes] = []
+        key: bytes | None = state.key
+        while key is not None:
+            entry = self._host.get(key) or self._index.get(key)
+            if entry is None:
+                break
+            if key in self._later:
+                waiting.append(key)
+            key = entry.parent
+        if waiting:
+            self._later = {**dict.fromkeys(reversed(waiting)), **self._later}
+            self._more_pages()
+        if any(known in self._later for known in waiting):
+            return False
+        return key is None or not self._host_states.slots.free
 
     def _write_state(self, state: TierState, slot: int) -> None:
         hold: PageHold = self._host_states.held(state)

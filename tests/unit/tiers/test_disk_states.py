@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 from engine.tiers.build import disk_items
+from engine.tiers.disk import HostItem
 from engine.tiers.journal import Journal, Put, StatePut
 from kvtransfer.files import PlainFile, Ranges
 from kvtransfer.hashing import page_keys, root
@@ -210,7 +211,7 @@ def test_a_full_disk_degrades_to_misses(tmp_path: Path) -> None:
 
 def test_states_that_find_the_queue_full_wait_on_the_host(tmp_path: Path) -> None:
     disk = Manual()
-    made = lab(tmp_path, lane_of_disk=disk, changes={"disk_queue_pages": 1, "host_state_slots": 8})
+    made = lab(tmp_path, lane_of_disk=disk, changes={"disk_queue_pages": 1, "host_state_slots": 4})
     for seed in range(4):
         ask(made, f"r{seed}", prompt(40, seed=seed))
         made.settle()
@@ -386,3 +387,43 @@ def test_reports_count_states_by_tier(tmp_path: Path) -> None:
     assert disk.states_published == len(made.tiers.disk.states)  # type: ignore[union-attr]
     assert disk.states_total >= disk.states_published > 0
     assert disk.bytes_up > disk.hit_pages * PAGE
+
+
+def test_whenever_it_is_killed_no_state_is_there_without_the_pages_that_came_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One page is on its way at a time, and all of a prompt's come to the host before its states do."""
+    lane = Manual()
+    made = lab(tmp_path, {"disk_queue_pages": 1, "host_state_slots": 4}, lane_of_disk=lane)
+    assert made.tiers.disk is not None
+    assert made.tiers.state_stores is not None
+    written: list[bytes] = []
+    disk = made.tiers.disk._disk
+    write, write_state = disk.write, disk.write_state
+    states: list[StatePut] = []
+
+    def page(pairs: Sequence[tuple[int, int]], puts: Sequence[Put], *more: object) -> None:
+        write(pairs, puts, *more)  # type: ignore[arg-type]
+        written.extend(put.key for put in puts)
+
+    def state(source: HostItem, put: StatePut, drops: Iterable[bytes]) -> None:
+        write_state(source, put, drops)
+        assert set(KEYS[: put.length // 16]) <= set(written)
+        states.append(put)
+
+    monkeypatch.setattr(disk, "write", page)
+    monkeypatch.setattr(disk, "write_state", state)
+    ask(made, "first", FIRST)
+    made.tiers._stores.make_room(made.engine.pages.cached, [])
+    made.tiers.poll()
+    made.tiers.state_stores.make_room(made.engine.slots.cached, [], None)
+    made.tiers.poll()
+    assert len(made.tiers.states) == 2
+
+    while lane.waiting:
+        assert len(lane.waiting) <= 2
+        lane.step()
+        made.tiers.poll()
+
+    assert len(states) == 2
+    made.baseline()
