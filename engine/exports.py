@@ -31,6 +31,7 @@ class Exports:
         need, soon = self._count(seq, seq.computed, end), self._count(seq, end, end + self._chunk_tokens)
         spare = max(memory.slots.free - memory.ledger.booked.slots, 0)
         if need + soon <= spare:
+            seq.held_up = -1.0
             return True
         need, soon = max(need - spare, 0), soon - max(spare - need, 0)
         if memory.tiers.spare_slots(need, soon):

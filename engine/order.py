@@ -13,7 +13,7 @@ due when they come: first come first served.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 PRIORITY_STEP_S = 5.0
 """What one priority is worth in due time (lower is sooner). The router's line counts with the same."""
@@ -24,15 +24,18 @@ def due_at(due: float | None, priority: int, arrived: float) -> float:
     return arrived + PRIORITY_STEP_S * priority if due is None else due
 
 
-def chosen(chunks: Iterable[tuple[tuple[float, int, int], int]], budget: int) -> Sequence[int]:
+def chosen(
+    chunks: Iterable[tuple[tuple[float, int, int], int]], budget: int, takes: Callable[[int], bool] = lambda _: True
+) -> Sequence[int]:
     """Which prompts get a chunk in this step: places in `chunks`, in ascending order. chunks: (order, tokens) of the
     next chunk of each. The first in order always gets one, however small the budget is; nobody passes one that finds
-    no room."""
+    no room. takes: asked of each in its turn; one that does not take its chunk leaves its tokens to those behind it."""
     ranked = sorted((order, place, tokens) for place, (order, tokens) in enumerate(chunks))
     found: list[int] = []
     for _, place, tokens in ranked:
-        budget -= tokens
-        if found and budget < 0:
+        if found and tokens > budget:
             break
-        found.append(place)
+        if takes(place):
+            budget -= tokens
+            found.append(place)
     return sorted(found)

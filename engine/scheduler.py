@@ -119,8 +119,7 @@ class Scheduler:
 
     def cancel(self, key: LegKey) -> None:
         """Forget a request at any stage, silently. What a step in flight uses is given back when it lands."""
-        request = self._requests.get(key)
-        if request is not None:
+        if (request := self._requests.get(key)) is not None:
             self._end(request)
 
     def end_choices(self, key: LegKey, choices: frozenset[int]) -> None:
@@ -339,13 +338,17 @@ class Scheduler:
     def _chunks(self, decode_rows: int, now: float) -> list[Row]:
         """Whole chunks, one per request, of those due first, within the step's tokens; the first one always fits."""
         prompts = [seq for seq in self._running if seq.phase is Phase.RUNNING and not seq.decoding]
-        if not prompts:
-            return []
         budget = max(self.limits.max_batched_tokens - decode_rows, self.limits.chunk_tokens)
-        ends = [seq.chunk_end(self.limits.chunk_tokens) for seq in prompts]
-        sizes = ((seq.order, end - seq.computed) for seq, end in zip(prompts, ends, strict=True))
-        found = ((prompts[at], ends[at]) for at in chosen(sizes, budget))
-        return [self._row(seq, end) for seq, end in found if self._exports.ready(seq, end, now)]
+        sizes = [(seq.order, seq.chunk_end(self.limits.chunk_tokens) - seq.computed) for seq in prompts]
+        rows: dict[int, Row] = {}
+
+        def takes(at: int) -> bool:
+            seq, end = prompts[at], prompts[at].computed + sizes[at][1]
+            if ready := self._exports.ready(seq, end, now):
+                rows[at] = self._row(seq, end)
+            return ready
+
+        return [rows[at] for at in chosen(sizes, budget, takes)]
 
     def _row(self, seq: Sequence, end: int) -> Row:
         start = seq.computed
@@ -398,8 +401,7 @@ class Scheduler:
         """Take one choice out. What a step in flight uses of it is given back when the step lands."""
         if seq.phase is Phase.WAITING:
             self._unqueue(seq)
-        in_flight = seq.id in self._in_flight or any(other is seq for other, _, _ in self._copying)
-        if in_flight:
+        if seq.id in self._in_flight or any(other is seq for other, _, _ in self._copying):
             self._doomed.append(seq)
         elif seq.phase is not Phase.DONE:
             self.memory.release(seq)

@@ -13,16 +13,16 @@ from tests.unit.tiers.test_states import ask
 NEW = prompt(40, seed=77)
 
 
-def full(lane: Manual, **changes: object) -> TierLab:
+def full(lane: Manual, cached: int = 7, **changes: object) -> TierLab:
     """A lab of eight slots: seven hold cached states that are nowhere else, one is free for who comes."""
     made = TierLab(pages=99, state=True, lane=lane, changes={"state_ends": False, **changes})
-    for number in range(7):
+    for number in range(cached):
         key = made.submit(request(f"r{number}", prompt(40, seed=number), max_tokens=2))
         made.run()
         assert made.ends(key)
     assert made.engine.states is not None
-    assert len(made.engine.states) == 7
-    assert made.engine.slots.free == 1
+    assert len(made.engine.states) == cached
+    assert made.engine.slots.free == 8 - cached
     return made
 
 
@@ -71,6 +71,51 @@ def test_others_go_on_meanwhile() -> None:
     made.run()
     assert made.ends(new)
     assert made.ends(talking)
+    made.baseline()
+
+
+def test_a_prompt_that_waits_takes_no_tokens_of_the_step_from_those_behind_it() -> None:
+    lane = Manual()
+    made = full(lane, cached=6, max_batched_tokens=32)
+    new = made.submit(request("new", prompt(40, seed=77), max_tokens=2))
+    behind = made.submit(request("behind", prompt(14, seed=78), max_tokens=30))
+
+    made.turns(5)
+
+    assert made.tokens(new) == []
+    assert len(made.tokens(behind)) == 5
+    lane.open()
+    made.run()
+    assert made.ends(new)
+    assert made.ends(behind)
+    assert made.tiers.counts.lost_states == 0
+    made.baseline()
+
+
+def test_every_row_of_a_prompt_has_its_own_wait() -> None:
+    """The first of three is held up until slots come free otherwise; much later the second is held up again."""
+    lane = Manual()
+    made = full(lane, cached=5, state_interval_tokens=32)
+    slots = made.engine.slots
+    taken = slots.allocate(2) or []
+    key = made.submit(request("new", prompt(70, seed=77), max_tokens=2))
+    made.turns(2)
+    step = made.engine._scheduler.step
+    slots.release(taken)
+    made.turns(1)
+    assert made.engine._scheduler.step == step + 1, "the first"
+    taken = slots.allocate(slots.free) or []
+    made.clock.advance(9.0)
+    for wait_s in (0.0, WAIT_S - 0.01):
+        made.clock.advance(wait_s)
+        made.turns(2)
+        assert made.engine._scheduler.step == step + 1, "the second is held up"
+    assert made.tiers.counts.lost_states == 0
+    lane.open()
+    made.run()
+    assert made.ends(key)
+    assert made.tiers.counts.lost_states == 0
+    slots.release(taken)
     made.baseline()
 
 
