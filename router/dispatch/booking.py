@@ -26,7 +26,7 @@ from router.workers.fleet import Fleet
 from router.workers.planner import Plan, Planner, Standing
 from runtime.clock import Clock
 from runtime.config import Config
-from runtime.errors import InvalidRequest, PdserveError, Saturated, WorkerLost
+from runtime.errors import DeadlineExceeded, InvalidRequest, PdserveError, Saturated, WorkerLost
 from runtime.metrics import Metrics
 from runtime.values import value
 
@@ -126,8 +126,8 @@ class Booking:
         )
 
     async def book(self, wish: Wish) -> Choice:
-        """Raises Saturated (no_prefill_worker, no_decode_worker, queue_full, queue_timeout), QuotaExceeded and
-        InvalidRequest."""
+        """Raises Saturated (no_prefill_worker, no_decode_worker, queue_full, queue_timeout), QuotaExceeded,
+        DeadlineExceeded and InvalidRequest."""
         ask = self._ask(wish.work)
         if wish.patience_s is None:
             self.line.check(ask)
@@ -136,12 +136,15 @@ class Booking:
                 if isinstance(choice, Choice):
                     self.line.passed(ask)
                     return choice
+        deadline = asyncio.timeout(wish.work.deadline - self._now())
         try:
-            async with asyncio.timeout(wish.work.deadline - self._now()):
+            async with deadline:
                 if wish.patience_s is not None:
                     return await self._patiently(wish, wish.patience_s)
                 return await self._wait(wish, ask)
         except TimeoutError as exc:
+            if deadline.expired():
+                raise DeadlineExceeded("the request's deadline passed") from exc
             raise Saturated(
                 "no worker had room in time",
                 reason="queue_timeout",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from router.policy.view import Wait
 from router.request import Work
 from runtime.clock import FakeClock
 from runtime.config import Config
-from runtime.errors import Saturated
+from runtime.errors import DeadlineExceeded, Saturated
 from runtime.metrics import Metrics
 
 
@@ -68,6 +69,14 @@ async def test_those_whose_time_stands_still_just_before_its_end_do_not_look_all
     await asyncio.gather(*waiting, return_exceptions=True)
     assert made.looks <= most
     assert turns <= len(waiting) * most
+    assert len(made.line) == 0
+
+
+async def test_one_whose_deadline_passes_while_it_is_held_hears_that_and_not_that_there_was_no_room() -> None:
+    made, asked = Busy(timeout_s=30.0), wish("r")
+    asked = replace(asked, work=replace(asked.work, deadline=0.02))
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(made.book(asked), 5)
     assert len(made.line) == 0
 
 
