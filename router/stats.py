@@ -57,10 +57,13 @@ class Stats:
         self._requests = metrics.counter("pdserve_requests", "Calls by their one terminal event", ["outcome", "reason"])
         self._completed_requests = self._requests.labels("completed", "")
         self._errors = metrics.counter("pdserve_error_answers", "Error answers by reason", ["reason"])
-        self._inflight = metrics.gauge("pdserve_requests_inflight", "Calls being answered")
+        self._running = 0
+        metrics.gauge("pdserve_requests_inflight", "Calls being answered").set_function(lambda: self._running)
         self._ttft = metrics.histogram("pdserve_ttft_seconds", "Arrival to first token")
         self._itl = metrics.histogram("pdserve_itl_seconds", "Mean time between tokens of a request")
-        stage = metrics.histogram("pdserve_stage_seconds", "Seconds of each stage of a request", ["stage"])
+        stage = self._stage = metrics.histogram(
+            "pdserve_stage_seconds", "Seconds of each stage of a request", ["stage"]
+        )
         self._stages = [(name, stage.labels(name.removesuffix("_s"))) for name in STAGES]
         prompt = metrics.counter("pdserve_prompt_tokens", "Prompt tokens of completed requests", ["source"])
         self._cached, self._computed = prompt.labels("cached"), prompt.labels("computed")
@@ -80,11 +83,11 @@ class Stats:
         return Counted(self, Record(tenant, request_id))
 
     def began(self) -> None:
-        self._inflight.inc()
+        self._running += 1
 
     def left(self, record: Record, error: BaseException | None) -> None:
         """A call is over; `error` came out of it."""
-        self._inflight.dec()
+        self._running -= 1
         if error is None:
             if record.error is not None:
                 self._ended(record, record.error)
@@ -120,12 +123,15 @@ class Stats:
             self._ttft.observe(max(0.0, ledger.first_token_s))
             if outcome.completion_tokens > 1:
                 self._itl.observe(max(0.0, (ledger.total_s - ledger.first_token_s) / (outcome.completion_tokens - 1)))
-            for name, stage in self._stages:
-                stage.observe(max(0.0, values[name]))
-            self._cached.inc(outcome.cached_tokens)
-            self._computed.inc(outcome.prompt_tokens - outcome.cached_tokens)
-            self._completion.inc(outcome.completion_tokens)
-            self._moved.inc(values["transfer_bytes"])
+            self._stage.observe_all([(stage, max(0.0, values[name])) for name, stage in self._stages])
+            for counter, count in (
+                (self._cached, outcome.cached_tokens),
+                (self._computed, outcome.prompt_tokens - outcome.cached_tokens),
+                (self._completion, outcome.completion_tokens),
+                (self._moved, values["transfer_bytes"]),
+            ):
+                if count:
+                    counter.inc(count)
             self._log.info(
                 "request",
                 outcome="completed",

@@ -15,13 +15,10 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clocks, in seconds."""
+    """The machine's clocks, in seconds: the calls themselves, since a request at the router asks thirty times."""
 
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def wall(self) -> float:
-        return time.time()
+    monotonic = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)
 
 
 class FakeClock:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -29,17 +29,21 @@ class _Buckets:
 
     __slots__ = ("_bounds", "_counts", "_lock", "_sum")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: Sequence[float], lock: threading.Lock) -> None:
+        """lock: its histogram's."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
-        self._lock = threading.Lock()
+        self._lock = lock
 
     def observe(self, amount: float) -> None:
-        place = bisect_left(self._bounds, amount)
         with self._lock:
-            self._counts[place] += 1
-            self._sum += amount
+            self.add(amount)
+
+    def add(self, amount: float) -> None:
+        """With the lock held."""
+        self._counts[bisect_left(self._bounds, amount)] += 1
+        self._sum += amount
 
     def read(self) -> tuple[list[int], float]:
         """(observations up to each bound, the last without one; their sum)."""
@@ -59,13 +63,20 @@ class Histogram(Collector):
         self._label_names = tuple(labels)
         self._bounds = tuple(bounds)
         self._children: dict[tuple[str, ...], _Buckets] = {}
+        self._lock = threading.Lock()
         self._only = None if labels else self.labels()
         registry.register(self)
 
     def labels(self, *values: str) -> _Buckets:
         assert len(values) == len(self._label_names), f"{self._name} has the labels {self._label_names}"
         child = self._children.get(values)
-        return child if child is not None else self._children.setdefault(values, _Buckets(self._bounds))
+        return child if child is not None else self._children.setdefault(values, _Buckets(self._bounds, self._lock))
+
+    def observe_all(self, amounts: Iterable[tuple[_Buckets, float]]) -> None:
+        """One observation under each of these labels, at the price of one."""
+        with self._lock:
+            for child, amount in amounts:
+                child.add(amount)
 
     def observe(self, amount: float) -> None:
         assert self._only is not None, f"{self._name} has labels"

@@ -44,6 +44,9 @@ class Limits:
     burst_tokens: float = 0.0
 
 
+_NONE = Limits()
+
+
 @dataclass(frozen=True, slots=True)
 class Prices:
     """What a unit of each resource is in seconds of service."""
@@ -186,9 +189,9 @@ class Admission:
 
     def due(self, ask: Ask) -> float:
         """When its first token is due as workers are told, if it leaves the queue now; or was, if it is at a worker."""
-        told = self._tenant(ask.tenant).computing.get(ask.request_id)
+        told = self.told(ask.tenant, ask.request_id)
         if told is not None:
-            return told[0]
+            return told
         tenant, step = self._tenant(ask.tenant), self._config.priority_step_s
         due = max(ask.arrived, tenant.left_at) + ask.due - ask.arrived + step * ask.priority
         mine = tenant.served + step * ask.priority
@@ -198,6 +201,11 @@ class Admission:
                     if theirs > due and other.served + step * priority < mine:
                         due = theirs
         return due
+
+    def told(self, tenant: str, request_id: str) -> float | None:
+        """due() of a request whose prompt is at a worker; None: it is not."""
+        told = self._tenant(tenant).computing.get(request_id)
+        return told[0] if told is not None else None
 
     def expired(self, now: float) -> list[Ask]:
         """Take out everybody who cannot be answered in time any more."""
@@ -299,7 +307,7 @@ class Admission:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _of(self, name: str) -> Limits:
-        return self._limits.get(name, Limits())
+        return self._limits.get(name, _NONE)
 
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)

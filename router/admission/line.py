@@ -24,7 +24,7 @@ class Line:
 
     def __init__(self, limit: int, clock: Clock, tenants: Iterable[Tenant] = ()) -> None:
         self._limit = limit
-        self._clock = clock
+        self._now = clock.monotonic
         limits = {
             tenant.name: Limits(
                 weight=tenant.weight,
@@ -97,6 +97,10 @@ class Line:
         """When its first token is due, as workers are told, if it is placed now; or was, if its prompt is at one."""
         return self._admission.due(ask)
 
+    def told(self, tenant: str, request_id: str) -> float | None:
+        """due() of a request whose prompt is at a worker; None: it is not."""
+        return self._admission.told(tenant, request_id)
+
     def computed(self, request_id: str) -> None:
         """Its first token is there. Idempotent."""
         self._admission.computed(request_id)
@@ -123,9 +127,6 @@ class Line:
         head = self._admission.head(self._now())
         if head is not None and head.request_id in self._turns:
             self._turns[head.request_id].set()
-
-    def _now(self) -> float:
-        return self._clock.monotonic()
 
 
 class Place:

@@ -11,8 +11,6 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,9 +138,12 @@ class Permits:
         if self.shares is not None and tenant.max_inflight:
             await self.shares.gather(tenant, count)
 
-    @contextmanager
-    def hold(self, tenant: Tenant, count: int) -> Iterator[None]:
-        """Raises QuotaExceeded (the tenant's limit) or Saturated (the router's)."""
+    def hold(self, tenant: Tenant, count: int) -> Held:
+        """Entering raises QuotaExceeded (the tenant's limit) or Saturated (the router's)."""
+        return Held(self, tenant, count)
+
+    def take(self, tenant: Tenant, count: int) -> Shares | None:
+        """Raises as hold() says. Returns what give_back() wants."""
         mine = self._held.get(tenant.name, 0)
         shared = self.shares if tenant.max_inflight else None
         if tenant.max_inflight and mine + count > (shared.allowed(tenant) if shared else tenant.max_inflight):
@@ -156,21 +157,39 @@ class Permits:
         self._held[tenant.name] = mine + count
         if shared:
             shared.uses(tenant, mine + count)
-        try:
-            yield
-        finally:
-            self._held[tenant.name] -= count
-            if shared:
-                shared.uses(tenant, self._held[tenant.name])
-            if not self._held[tenant.name]:
-                del self._held[tenant.name]
-            self._returned.set()
+        return shared
+
+    def give_back(self, tenant: Tenant, count: int, shared: Shares | None) -> None:
+        left = self._held[tenant.name] = self._held[tenant.name] - count
+        if shared:
+            shared.uses(tenant, left)
+        if not left:
+            del self._held[tenant.name]
+        self._returned.set()
 
     async def idle(self) -> None:
         """Return when nothing is in flight."""
         while self.inflight:
             self._returned.clear()
             await self._returned.wait()
+
+
+class Held:
+    """A permit while its block runs. A class, as stats.Counted is one."""
+
+    __slots__ = ("_count", "_permits", "_shared", "_tenant")
+
+    def __init__(self, permits: Permits, tenant: Tenant, count: int) -> None:
+        self._permits = permits
+        self._tenant = tenant
+        self._count = count
+        self._shared: Shares | None = None
+
+    def __enter__(self) -> None:
+        self._shared = self._permits.take(self._tenant, self._count)
+
+    def __exit__(self, *_: object) -> None:
+        self._permits.give_back(self._tenant, self._count, self._shared)
 
 
 def _digest(key: Any) -> str:

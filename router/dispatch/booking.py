@@ -116,7 +116,7 @@ class Booking:
         self._fleet = fleet
         self._planner = planner
         self._config = config
-        self._clock = clock
+        self._now = clock.monotonic
         self._timeout_s = config.queue_timeout_s
         self.breakers = Breakers()
         self.refusals = Refusals()
@@ -195,7 +195,8 @@ class Booking:
 
     def due(self, work: Work) -> float:
         """When its first token is due, as workers are told, on this router's clock."""
-        return self.line.due(self._ask(work))
+        told = self.line.told(work.tenant, work.request_id)
+        return told if told is not None else self.line.due(self._ask(work))
 
     async def _patiently(self, wish: Wish, patience_s: float) -> Choice:
         """A worker that died may be back soon, and another may come; a full one is waited for as ever."""
@@ -320,9 +321,6 @@ class Booking:
             return closed
         self._degraded.inc()
         return states
-
-    def _now(self) -> float:
-        return self._clock.monotonic()
 
 
 async def _soon(change: asyncio.Event, seconds: float = LOOK_AGAIN_S) -> None:

@@ -119,6 +119,7 @@ class Dispatch:
 
     def __init__(self, shared: Dispatcher, work: Work, reply: Reply) -> None:
         self.shared = shared
+        self._now = shared.clock.monotonic
         self.work = work
         self.reply = reply
         self.ledger = Ledger()
@@ -388,6 +389,3 @@ class Dispatch:
             cached_tokens=min(self.ledger.cached_tokens, prompt),
             ledger=self.ledger,
         )
-
-    def _now(self) -> float:
-        return self.shared.clock.monotonic()

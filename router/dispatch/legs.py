@@ -62,15 +62,23 @@ class _Leg:
         self.charge = charge
         self._spawn = spawn
 
-    def ask(self, router_id: str, needs: common_pb2.Needs, remaining_ms: int, then: Callable[[], None]) -> None:
-        """Ask the worker to book the capacity; `then` is called with its answer in `refusal` (None: it is booked)."""
-        request = common_pb2.ReserveRequest(ref=self.ref, router_id=router_id, needs=needs, remaining_ms=remaining_ms)
+    def ask(
+        self, router_id: str, needs: Callable[[common_pb2.Needs], None], remaining_ms: int, then: Callable[[], None]
+    ) -> None:
+        """Ask the worker to book the capacity; `then` is called with its answer in `refusal` (None: it is booked).
+        needs: writes them."""
+
+        def fill(request: common_pb2.ReserveRequest) -> None:
+            request.ref.CopyFrom(self.ref)
+            request.router_id = router_id
+            request.remaining_ms = remaining_ms
+            needs(request.needs)
 
         def answered(answer: common_pb2.ReserveReply | PdserveError) -> None:
             self._answered(answer)
             then()
 
-        self.worker.reserve(self.name, request, answered)
+        self.worker.reserve(self.name, self.key, fill, answered)
 
     def no_answer(self) -> None:
         """The time for an answer is over."""
@@ -212,7 +220,9 @@ class DecodeLeg(_Leg):
     def ticket(self, ticket: prefill_pb2.TicketIssued) -> None:
         link = self.link
         if link is not None and self.state is State.RUNNING:
-            command = decode_pb2.DecodeCommand(ticket=decode_pb2.DecodeTicket(ref=self.ref, ticket=ticket))
+            command = decode_pb2.DecodeCommand()
+            command.ticket.ref.CopyFrom(self.ref)
+            command.ticket.ticket.CopyFrom(ticket)
             link.send(self.key, command)
 
     def handover(self, choice: int) -> None:

@@ -19,7 +19,7 @@ from router.dispatch.legs import DecodeLeg, DepartedLeg, PrefillLeg
 from router.dispatch.legs import Owner as LegOwner
 from router.dispatch.seats import ENDED, Leg, Owner, Seats, Shared, TokenLogprob
 from router.policy.pairing import Local
-from router.policy.view import Forecast
+from router.policy.view import NO_FORECAST
 from router.pressure import joined
 from router.text.progress import GOES_ON
 from router.workers.worker import Worker
@@ -268,7 +268,7 @@ class Passage(Seats):
     def _learn(self, worker: str, times: common_pb2.StageTimes) -> None:
         """What was predicted of the prompt, and what it took since it was sent."""
         planner = self.shared.planner
-        forecast = self.plan.placement.forecast if self.plan is not None else Forecast()
+        forecast = self.plan.placement.forecast if self.plan is not None else NO_FORECAST
         planner.prefilled(worker, len(self.piece.tokens), times, forecast, self._took_s)
         if self._fetch_from:
             fetch = self.plan.placement.fetch if self.plan is not None else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from protos.v1 import common_pb2, decode_pb2
@@ -114,6 +115,7 @@ class Seats:
     def __init__(self, owner: Owner, shared: Shared, piece: Piece) -> None:
         self.owner = owner
         self.shared = shared
+        self._now = shared.clock.monotonic
         self.piece = piece
         self.prefill: PrefillLeg | DepartedLeg | None = None
         self.decode: DecodeLeg | None = None
@@ -189,21 +191,20 @@ class Seats:
 
         remaining_ms = self._remaining_ms()
         for leg in asked:
-            leg.ask(self.shared.router_id, self._needs(leg, local), remaining_ms, one)
+            leg.ask(self.shared.router_id, partial(self._needs, leg, local), remaining_ms, one)
         timer = Bell(loop, min(RESERVE_TIMEOUT_S, remaining_ms / 1000), lambda: _no_answer(asked))
         await answered  # cancelled: the timer goes on, so that nothing waits for a worker that never answers
         timer.cancel()
 
-    def _needs(self, leg: PrefillLeg | DecodeLeg, local: bool) -> common_pb2.Needs:
+    def _needs(self, leg: PrefillLeg | DecodeLeg, local: bool, needs: common_pb2.Needs) -> None:
         count, choices = len(self.piece.tokens), len(self.piece.choices)
-        needs = common_pb2.Needs(prompt_tokens=count, choices=choices)
+        needs.prompt_tokens, needs.choices = count, choices
         if leg.name == "prefill" or local:
             needs.prefill_tokens = count
         if leg.name == "decode":
             needs.headroom_tokens = min(self.shared.config.headroom_tokens, self._left())
         if leg.worker.has_slots:
             needs.slots = choices
-        return needs
 
     def _prefill_leg(self, worker_id: str) -> PrefillLeg:
         worker = self._worker(worker_id)
@@ -265,9 +266,6 @@ class Seats:
         if left <= 0:
             raise DeadlineExceeded("the request's deadline passed")
         return left
-
-    def _now(self) -> float:
-        return self.shared.clock.monotonic()
 
 
 def _no_answer(asked: Sequence[PrefillLeg | DecodeLeg]) -> None:

@@ -10,6 +10,7 @@ Nobody is shut out by this. A word is worth as much as it was of late, and the t
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 
 from protos.v1 import common_pb2
 
@@ -26,13 +27,14 @@ MOST_KNOWN = 20_000
 SHORTEST_S, LONGEST_S = 1e-6, 1e6
 """Of what a clock shows of work that was done."""
 _SECONDS = ("queue_s", "prefill_s", "handoff_wait_s", "transfer_s", "decode_s", "checksum_s", "fetch_s")
+_seconds_of = attrgetter(*_SECONDS)
 
 
 def sound(times: common_pb2.StageTimes) -> None:
     """What a worker says took no time a clock could show (NaN, negative, without end) took none: one such number would
     stay in every mean, price and prediction it is mixed into."""
-    for name in _SECONDS:
-        if not measurable(getattr(times, name)):
+    for name, seconds in zip(_SECONDS, _seconds_of(times), strict=True):
+        if seconds and not measurable(seconds):
             setattr(times, name, 0.0)
 
 

@@ -173,6 +173,9 @@ class Forecast:
         return max(self.queue_s, self.fetch_s) + self.load_s + self.prefill_s + self.passing_s
 
 
+NO_FORECAST = Forecast()
+
+
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Bring the prompt's first `tokens` tokens from this worker first, which is predicted to take `seconds`. budget_s:

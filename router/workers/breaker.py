@@ -62,6 +62,8 @@ class Breaker:
 
     def allows(self, now: float) -> bool:
         """Whether a request may be sent. Takes nothing: send() does."""
+        if self._opened is None:
+            return True
         state = self.state(now)
         if state is State.HALF_OPEN:
             return self._probe is None or now >= self._probe[1] + self.config.probe_s
@@ -69,6 +71,8 @@ class Breaker:
 
     def send(self, key: Hashable, now: float) -> bool:
         """A request goes there: in half-open it is the probe. False: not allowed."""
+        if self._opened is None:
+            return True
         if not self.allows(now):
             return False
         if self.state(now) is State.HALF_OPEN:
@@ -115,7 +119,10 @@ class Breakers:
         self._open: set[tuple[str, str]] = set()
 
     def of(self, worker: str, leg: str) -> Breaker:
-        return self._breakers.setdefault((worker, leg), Breaker(self._config))
+        breaker = self._breakers.get((worker, leg))
+        if breaker is None:
+            breaker = self._breakers[worker, leg] = Breaker(self._config)
+        return breaker
 
     @property
     def quiet(self) -> bool:

@@ -37,6 +37,9 @@ _BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 _log = structlog.get_logger("pdserve.router.links")
 
 Key = tuple[str, int]
+Asking = Callable[[common_pb2.ReserveRequest], None]
+"""Writes it, in its place in a command: a message that is put into another one is copied."""
+
 Answered = Callable[[common_pb2.ReserveReply | PdserveError], None]
 C = TypeVar("C", prefill_pb2.PrefillCommand, decode_pb2.DecodeCommand)
 D = TypeVar("D", bound=prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand, covariant=True)
@@ -69,7 +72,7 @@ class Service(Protocol[D]):
 
     def ack(self, ref: common_pb2.AttemptRef, next_sequence: list[int]) -> D | None: ...
 
-    def reserve(self, request: common_pb2.ReserveRequest) -> D: ...
+    def reserve(self, fill: Asking) -> D: ...
 
     def unreserve(self, request: common_pb2.CancelReservationRequest) -> D: ...
 
@@ -164,13 +167,13 @@ class Link(Generic[C]):
             self._urgent.extend(commands)
         self._wake.set()
 
-    def reserve(self, key: Key, request: common_pb2.ReserveRequest, then: Answered) -> None:
+    def reserve(self, key: Key, fill: Asking, then: Answered) -> None:
         """`then` is called with the answer, or WorkerLost. Only where the worker takes reservations over the stream."""
         if self.closed or not self.connected.is_set():
             then(WorkerLost("the worker is gone"))
             return
         self._reserving[key] = then
-        self._urgent.append(self._service.reserve(request))
+        self._urgent.append(self._service.reserve(fill))
         self._wake.set()
 
     def forget_reserve(self, key: Key) -> None:
@@ -186,7 +189,8 @@ class Link(Generic[C]):
             self._wake.set()
 
     def _enqueue(self, key: Key, commands: Sequence[C]) -> None:
-        self._submissions.extend((key, command) for command in commands)
+        for command in commands:
+            self._submissions.append((key, command))
         self._unsent[key] = self._unsent.get(key, 0) + len(commands)
 
     async def _live(self) -> None:
@@ -310,10 +314,12 @@ class Link(Generic[C]):
             return first
         commands, size = [first], len(first)
         while (self._urgent or self._submissions) and len(commands) < BATCH_COMMANDS:
-            size += (self._urgent[0] if self._urgent else self._submissions[0][1]).ByteSize() + 4
-            if size > BATCH_BYTES:
+            command = (self._urgent[0] if self._urgent else self._submissions[0][1]).SerializeToString()
+            size += len(command) + 4
+            if size > BATCH_BYTES:  # then it is written out twice, as ByteSize() would do with all of them
                 break
-            commands.append(self._pop().SerializeToString())
+            self._pop()
+            commands.append(command)
         return first if len(commands) == 1 else batched(commands)
 
     def _pop(self) -> C:

@@ -23,7 +23,7 @@ from protos.v1 import (
 )
 from router.policy.pairing import Role, WorkerState
 from router.pressure import Pressure
-from router.workers.links import Answered, Link
+from router.workers.links import Answered, Asking, Key, Link
 from runtime import rpc
 from runtime.config import Config
 from runtime.errors import PdserveError, WorkerLost
@@ -49,8 +49,10 @@ class PrefillService:
     def hello(self, hello: common_pb2.Hello) -> prefill_pb2.PrefillCommand:
         return prefill_pb2.PrefillCommand(hello=hello)
 
-    def reserve(self, request: common_pb2.ReserveRequest) -> prefill_pb2.PrefillCommand:
-        return prefill_pb2.PrefillCommand(reserve=request)
+    def reserve(self, fill: Asking) -> prefill_pb2.PrefillCommand:
+        command = prefill_pb2.PrefillCommand()
+        fill(command.reserve)
+        return command
 
     def unreserve(self, request: common_pb2.CancelReservationRequest) -> prefill_pb2.PrefillCommand:
         return prefill_pb2.PrefillCommand(cancel_reservation=request)
@@ -75,8 +77,10 @@ class DecodeService:
     def hello(self, hello: common_pb2.Hello) -> decode_pb2.DecodeCommand:
         return decode_pb2.DecodeCommand(hello=hello)
 
-    def reserve(self, request: common_pb2.ReserveRequest) -> decode_pb2.DecodeCommand:
-        return decode_pb2.DecodeCommand(reserve=request)
+    def reserve(self, fill: Asking) -> decode_pb2.DecodeCommand:
+        command = decode_pb2.DecodeCommand()
+        fill(command.reserve)
+        return command
 
     def unreserve(self, request: common_pb2.CancelReservationRequest) -> decode_pb2.DecodeCommand:
         return decode_pb2.DecodeCommand(cancel_reservation=request)
@@ -287,13 +291,15 @@ class Worker:
             needed.append(self.decode)
         return all(link is not None and link.connected.is_set() for link in needed)
 
-    def reserve(self, leg: str, request: common_pb2.ReserveRequest, then: Answered) -> None:
+    def reserve(self, leg: str, key: Key, fill: Asking, then: Answered) -> None:
         """leg: "prefill" or "decode". `then` is called once with the answer, or with PdserveError when there is none;
         after forget_reserve() only with that. What is granted after that is given back."""
         link: Link[Any] | None = self.prefill if leg == "prefill" else self.decode
         if link is not None and link.streams_reserve:
-            link.reserve((request.ref.request_id, request.ref.attempt), request, then)
+            link.reserve(key, fill, then)
             return
+        request = common_pb2.ReserveRequest()
+        fill(request)
         call = asyncio.ensure_future(self._reserve(leg, request))
         self._asking.add(call)
 

@@ -173,7 +173,7 @@ async def test_a_reservation_nobody_waits_for_any_longer_is_told_once() -> None:
         async with asyncio.timeout(5):
             await link.connected.wait()
         told: list[Any] = []
-        link.reserve(("1", 1), common_pb2.ReserveRequest(ref=ref(1)), told.append)
+        link.reserve(("1", 1), lambda request: request.ref.CopyFrom(ref(1)), told.append)
 
         link.forget_reserve(("1", 1))
         link.forget_reserve(("1", 1))
