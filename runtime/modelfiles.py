@@ -69,7 +69,9 @@ class ModelFiles:
         if path.is_file() and path.suffix.lower() == ".gguf":
             return _gguf(path, path.stem)
         raise NotFound(
-            "the model is not a folder, a .gguf file or a shipped name", field="model", limit=", ".join(SHIPPED)
+            f"{model} is not a folder, a .gguf file or a shipped name ({', '.join(SHIPPED)})",
+            field="model",
+            limit=", ".join(SHIPPED),
         )
 
     def tokenizer(self) -> Tokenizer:

@@ -85,7 +85,7 @@ class Front:
     def check_model(self, name: str | None) -> None:
         """Raises NotFound(reason="model_not_found")."""
         if name is not None and name != self.model:
-            raise NotFound("the model does not exist here", reason="model_not_found", field="model")
+            raise NotFound(f"the model does not exist here; {self.model} does", reason="model_not_found", field="model")
 
     async def prepare(self, call: Call) -> Prepared:
         """Check everything, render and tokenize. Raises InvalidRequest, NotFound: no worker has heard of it yet."""

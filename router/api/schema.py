@@ -164,7 +164,8 @@ def _refuse_foreign(given: Mapping[str, Any], body: type[_Body]) -> None:
         shown = name[:MAX_FIELD_NAME] if name.isidentifier() else "body"
         if name in UNSUPPORTED:
             raise Unsupported(f"{shown} is not supported here", field=shown)
-        raise InvalidRequest("the body holds an unknown field", reason="unknown_field", field=shown)
+        text = "the body holds an unknown field" + (f": {shown}" if name.isidentifier() else "")
+        raise InvalidRequest(text, reason="unknown_field", field=shown)
     response_format = given.get("response_format")
     if isinstance(response_format, dict) and response_format.get("type") != "text":
         raise Unsupported("only response_format {type: text} is supported", field="response_format")
