@@ -156,7 +156,7 @@ def main(config: Config, router: str, metrics: str) -> int:
     state = StateDir(config.state_dir)
     record = state.read() if not router else None
     if not router and record is None:
-        raise InvalidRequest("no cluster was started here; name a router with --router", field="router")
+        raise InvalidRequest("no cluster was started here by `pdserve up`; name a router with --router", field="router")
     actors = None
     if record is not None:
         router, metrics = record.grpc, metrics or record.metrics

@@ -17,6 +17,7 @@ SECTIONS = {
     "model": "The model",
     "role": "One worker",
     "host_pool_bytes": "Host tier",
+    "sim": "Simulated workers",
     "lease_s": "Hand-off",
     "http_listen": "The router",
     "registry": "Registry and control",

@@ -35,7 +35,7 @@ def _found(config: Config, router: str, metrics: str) -> tuple[str, str, Actors]
     if router:
         raise InvalidRequest("the Ray cluster its workers are in must be named, too", field="address")
     if record is None:
-        raise InvalidRequest("no cluster was started here; name a router with --router", field="router")
+        raise InvalidRequest("no cluster was started here by `pdserve up`; name a router with --router", field="router")
     return record.grpc, metrics or record.metrics, Actors.of(record, state)
 
 

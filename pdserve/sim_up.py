@@ -119,13 +119,14 @@ async def run(config: Config) -> int:
     """Exit status: 0 after a wished end, 1 when something failed."""
     console = Console()
     cluster = SimCluster(config)
+    console.print("starting simulated workers ...", highlight=False)
     try:
         await until_signal(cluster.start())
         text = ", ".join(f"{count} {role}" for role, count in cluster.counts.items())
         for line in (
             f"HTTP  http://{cluster.config.http_listen}/v1",
             f"gRPC  {cluster.config.grpc_listen}",
-            f"simulated: {text} ({config.sim})",
+            f"simulated: {text} ({config.sim}); for `pdserve chat` and `status`: --router {cluster.config.grpc_listen}",
             "Ctrl-C ends it",
         ):
             console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -25,7 +25,7 @@ def router_address(config: Config, given: str) -> str:
         return given
     record = StateDir(config.state_dir).read()
     if record is None:
-        raise InvalidRequest("no cluster was started here; name a router with --router", field="router")
+        raise InvalidRequest("no cluster was started here by `pdserve up`; name a router with --router", field="router")
     return record.grpc
 
 

@@ -81,7 +81,9 @@ class Config(BaseSettings):
     max_queued_requests: int = Field(256, gt=0, description="waiting in one worker; more are refused")
 
     # the host tier: pages go down before they are dropped, and come up on a hit when that beats computing them
-    host_pool_bytes: int = Field(0, ge=0, description="0 = from host_pool_tokens")
+    host_pool_bytes: int = Field(
+        0, ge=0, description="host memory of one worker for pages the device drops; 0 = from host_pool_tokens"
+    )
     host_pool_tokens: int = Field(0, ge=0, description="both 0 = no host tier")
     host_state_slots: int = Field(
         0, ge=0, description="recurrent states, those of swapped requests included; 0 = at most half of host_pool_bytes"
@@ -89,7 +91,7 @@ class Config(BaseSettings):
     host_store: Literal["all", "prompt"] = Field(
         "all", description="prompt: pages and states with generated tokens are not kept"
     )
-    host_store_after: int = Field(1, ge=1, description="a page or state is kept at its so-maniest sighting")
+    host_store_after: int = Field(1, ge=1, description="kept when seen for the n-th time; 1 = at once")
     host_tokens_per_request: int = Field(0, ge=0, description="kept of one request, from its beginning; 0 = all")
     host_evict: Literal["lru", "flops"] = Field(
         "lru", description="flops: weigh what a page saves against when it was used"
@@ -110,7 +112,9 @@ class Config(BaseSettings):
     )
 
     # simulated workers: the real protocol, cache and leases around a timing model
-    sim: str = Field("", description="a timing profile: a YAML file or a shipped name (sim-h100-8b, sim-hybrid-48b)")
+    sim: str = Field(
+        "", description="workers only take the time of this profile: a YAML file, sim-h100-8b or sim-hybrid-48b"
+    )
     sim_count: int = Field(1, ge=1, le=1024, description="simulated workers in one process")
 
     # hand-off
@@ -228,7 +232,7 @@ class Config(BaseSettings):
     prefill: int = Field(1, ge=0, description="workers that compute prompts")
     decode: int = Field(1, ge=0, description="workers that generate")
     both: int = Field(0, ge=0, description="workers that do both")
-    address: str = Field("", description="of a running Ray cluster; empty = start one here")
+    address: str = Field("", description="host:port of a running Ray cluster; empty = one of our own, started by `up`")
     fleet: str = Field(
         "default", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$", description="its name, where several share one Ray cluster"
     )
