@@ -14,12 +14,14 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup tools demo test test-all lint proto bench clean
 help:
+	@echo "make setup     make .venv and install into it (some minutes)"
 	@echo "make demo      start one prefill and one decode worker, ask a question, show who did what"
 	@echo "make test      the tests, under ten minutes on two cores"
 	@echo "make test-all  the slow ones too; writes tests/LAST_FULL_RUN.md"
 	@echo "make lint      ruff, mypy, import contracts, protocol drift"
 	@echo "make proto     generate the protocol's Python again"
 	@echo "make bench     measure"
+	@echo "make clean     remove .venv, build folders and caches"
 
 setup: $(STAMP)
 

@@ -1,11 +1,12 @@
 """Replay a trace against a simulated fleet under several routing policies, in virtual time.
 
-    pdserve bench replay TRACE[.gz] --sim PROFILE --virtual-clock --prefill 16 --decode 16 \\
+    pdserve bench replay TRACE[.gz] --sim PROFILE --virtual-clock --prefill 16 --decode 16
         --policies round_robin,predicted,dynamo,sgl --requests 1500 --load 0.8 --seed 1 [--json]
 
-TRACE: Mooncake's JSON lines or Azure's CSV. Objective: TTFT <= 2 s + 1 s per 8K prompt tokens and mean TPOT <= 50 ms;
-goodput: share of requests that meet both; capacity: the highest rate with goodput >= 0.9 under least_load; --load is a
-share of it (several, separated by commas, without --json); --rate or --speedup say the rate instead.
+TRACE: Mooncake's JSON lines or Azure's CSV; without it, the conversations of Mooncake that come with pdserve.
+Objective: TTFT <= 2 s + 1 s per 8K prompt tokens and mean TPOT <= 50 ms; goodput: share of requests that meet both;
+capacity: the highest rate with goodput >= 0.9 under least_load; --load is a share of it (several, separated by commas,
+without --json); --rate or --speedup say the rate instead.
 """
 
 from __future__ import annotations

@@ -32,6 +32,13 @@ def test_a_value_in_the_text_is_one_the_flag_takes() -> None:
             assert str(getattr(Config.load({key: value}), key)) == value
 
 
+def test_the_model_types_are_those_that_have_a_reader() -> None:
+    from engine.models.registry import SUPPORTED
+
+    _, _, listed = PROSE.partition("whose `model_type` is ")
+    assert sorted(re.findall(r"`([a-z0-9_]+)`", listed.partition("GGUF")[0])) == sorted(SUPPORTED)
+
+
 @pytest.mark.parametrize("info", ["sh up", "sh elastic", "sh restart"])
 def test_a_command_is_one_that_its_program_takes(info: str) -> None:
     command, *words = shlex.split(readme.block(info))[1:]
