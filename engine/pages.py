@@ -38,8 +38,9 @@ class PagePool:
     def __init__(self, count: int, lock: threading.RLock | None = None) -> None:
         """lock: of another pool, to be shared with it."""
         self.lock = lock or threading.RLock()
-        self._refs = [0] * max(count, 1)
-        self._free: deque[int] = deque(range(1, count))
+        self._total = max(count, 1) - 1
+        self._refs = [0]  # of pages that were handed out once; those behind them are free, and cost nothing
+        self._again: deque[int] = deque()  # free after use
         self._cached = IdleOrder()
         self._kept: set[int] = set()
         self._evict: Callable[[int], None] | None = None
@@ -50,11 +51,12 @@ class PagePool:
     @property
     def total(self) -> int:
         """Pages that can be handed out."""
-        return len(self._refs) - 1
+        return self._total
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        with self.lock:
+            return self._total + 1 - len(self._refs) + len(self._again)
 
     @property
     def cached(self) -> int:
@@ -65,12 +67,12 @@ class PagePool:
     def available(self) -> int:
         """Pages allocate() could hand out now."""
         with self.lock:
-            return len(self._free) + len(self._cached)
+            return self.free + len(self._cached)
 
     @property
     def referenced(self) -> int:
         with self.lock:
-            return self.total - len(self._free) - len(self._cached)
+            return self._total - self.free - len(self._cached)
 
     def oldest(self, count: int) -> list[int]:
         """At most `count` idle cached pages, in the order in which they would be evicted."""
@@ -78,7 +80,7 @@ class PagePool:
             return list(itertools.islice(self._cached, count))
 
     def refs(self, page: int) -> int:
-        return self._refs[page]
+        return self._refs[page] if page < len(self._refs) else 0
 
     def kept(self, page: int) -> bool:
         return page in self._kept
@@ -86,10 +88,10 @@ class PagePool:
     def check(self) -> None:
         """Assert the invariant, from the counts themselves. Raises AssertionError."""
         with self.lock:
-            free, cached = set(self._free), set(self._cached)
+            free, cached = {*self._again, *range(len(self._refs), self._total + 1)}, set(self._cached)
             assert len(cached) == len(self._cached), "an idle page is counted twice"
             referenced = {page for page, count in enumerate(self._refs) if count > 0}
-            assert len(free) == len(self._free), "a page is free twice"
+            assert len(free) == self.free, "a page is free twice"
             assert len(free | cached | referenced) == self.total, "a page is in no state"
             assert len(free) + len(cached) + len(referenced) == self.total, "a page is in two states"
             assert 0 not in free | cached | referenced, "page 0 was handed out"
@@ -102,14 +104,19 @@ class PagePool:
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages with one count each, or None and nothing changes. Evicts cached pages where free run out."""
         with self.lock:
-            if count > len(self._free) + len(self._cached):
+            first, again = len(self._refs), self._again
+            fresh = min(count, self._total + 1 - first)
+            if count > fresh + len(again) + len(self._cached):
                 return None
-            while len(self._free) < count:
+            while len(again) < count - fresh:
                 assert self._evict is not None, "cached pages without a cache"
                 self._evict(next(iter(self._cached)))
-            pages = [self._free.popleft() for _ in range(count)]
+            pages = [again.popleft() for _ in range(count - fresh)]
             for page in pages:
                 self._refs[page] = 1
+            if fresh:
+                self._refs.extend([1] * fresh)
+                pages = [*range(first, first + fresh), *pages]
             return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -134,7 +141,7 @@ class PagePool:
                     if page in self._kept:
                         self._cached.add(page)
                     else:
-                        self._free.append(page)
+                        self._again.append(page)
         if freed and self._on_free is not None:
             self._on_free()
 
@@ -162,7 +169,7 @@ class PagePool:
             self._kept.discard(page)
             if self._refs[page] == 0:
                 self._cached.remove(page)
-                self._free.append(page)
+                self._again.append(page)
             self._cached.forget(page)
 
     def rank(self, page: int, rank: int) -> None:

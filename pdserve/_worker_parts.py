@@ -38,7 +38,7 @@ from pdserve._worker_faults import FaultyRunner
 from prefill_worker.service import PrefillService
 from protos.v1 import common_pb2
 from runtime import faults
-from runtime.clock import Clock
+from runtime.clock import Clock, SystemClock
 from runtime.config import Config
 from runtime.errors import PdserveError
 from runtime.metrics import Metrics
@@ -80,6 +80,24 @@ def make_transport(config: Config, incarnation: Incarnation) -> Transport:
     return NixlTransport(incarnation, progress_us=config.nixl_progress_us, quarantine_s=config.quarantine_s)
 
 
+def make_clock(config: Config) -> Clock:
+    """The worker's own."""
+    if config.sim:
+        from pdserve import sim
+
+        return sim.make_clock(config)
+    return SystemClock()
+
+
+def make_ways(config: Config, files: ModelFiles, clock: Clock) -> Ways:
+    """How bytes move between the device and what lies below it."""
+    if config.sim:
+        from pdserve import sim
+
+        return sim.make_ways(config, clock)
+    return Ways(open_file=disk_file(config), layout=f"{files.fingerprint()} {config.chunk_tokens}")
+
+
 def disk_file(config: Config) -> OpenFile:
     """How the disk tier's file is read and written: like everything else, through NIXL."""
     return PlainFile if config.transport == "inprocess" else NixlFile
@@ -116,7 +134,7 @@ class Parts:
     ) -> Parts:
         """Allocate the pools, register them, start the engine. Raises InvalidRequest, TransferFailed."""
         model = runner.spec()
-        ways = Ways(open_file=disk_file(config), layout=f"{files.fingerprint()} {config.chunk_tokens}")
+        ways = make_ways(config, files, clock)
         engine = await asyncio.to_thread(Engine, runner, EngineSpec.of(model, config), config, clock, ways)
         layout = Layout(model.components, files.fingerprint(), config.chunk_tokens)
         transport = make_transport(config, Incarnation(identity.worker_id, 0, identity.epoch))

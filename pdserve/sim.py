@@ -10,11 +10,15 @@ import asyncio
 import functools
 from collections.abc import Awaitable
 
+from bench.sim import below
+from bench.sim.clock import DriftingClock, drift_of
 from bench.sim.live import Nics, SimRunner, SimTransport, configured
 from bench.sim.profile import Profile
 from engine.runner_api import Runner
+from engine.tiers.build import Ways
 from kvtransfer.transport import Incarnation, Transport
 from runtime import logs
+from runtime.clock import Clock, SystemClock
 from runtime.config import Config
 from runtime.modelfiles import ModelFiles
 
@@ -31,6 +35,16 @@ def make_runner(config: Config, files: ModelFiles) -> Runner:
 
 def make_transport(config: Config, incarnation: Incarnation) -> Transport:
     return SimTransport(incarnation, nics(config.sim))
+
+
+def make_ways(config: Config, clock: Clock) -> Ways:
+    """How bytes move below the device."""
+    return below.ways(nics(config.sim).profile, config.worker_id, clock)
+
+
+def make_clock(config: Config) -> Clock:
+    """The worker's own: it drifts."""
+    return DriftingClock(SystemClock(), drift_of(nics(config.sim).profile, config.worker_id))
 
 
 async def serve(config: Config, stopping: asyncio.Event) -> int:

@@ -19,11 +19,10 @@ import structlog
 from kvtransfer.layout import fingerprint, layout_to_proto, rank_to_proto
 from pdserve._worker_admin import Actions, CacheFeed, WorkerAdmin
 from pdserve._worker_advert import Advert, Identity, advertised
-from pdserve._worker_parts import Parts, load_runner
+from pdserve._worker_parts import Parts, load_runner, make_clock
 from pdserve._worker_watch import Standstill, sample
 from protos.v1 import common_pb2, decode_pb2_grpc, kvsource_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import faults, lifecycle, logs, rpc
-from runtime.clock import SystemClock
 from runtime.config import Config
 from runtime.errors import Draining, WorkerLost
 from runtime.health import Health, HealthService
@@ -88,7 +87,7 @@ class WorkerProcess:
         self._identity = identity
         self._files = files
         self._stopping = stopping
-        self._clock = SystemClock()
+        self._clock = make_clock(config)
         self._server = rpc.server(config)
         self._address = advertised(config, rpc.bind(self._server, config.listen, config))
         self._metrics = Metrics()

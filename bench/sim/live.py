@@ -1,5 +1,6 @@
 """Simulated hardware in real time: a runner that only takes the profile's time, and a transport that only takes the
-network's. Everything around them is the real worker: engine, scheduler, pools, prefix cache, tickets, leases, events.
+network's (and see bench.sim.below, bench.sim.clock). Everything around them is the real worker: engine, scheduler,
+pools, prefix cache, tiers, tickets, leases, events.
 
 A page here holds one byte a token and nothing is written into it, so hundreds of workers fit into one process. One such
 byte stands for `kv_bytes_per_token` real ones; a state slot is scaled alike, so that what workers report of transfers
@@ -10,7 +11,6 @@ often it is computed, and never ends by itself.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.sim.noise import Reader, Tape
+from bench.sim.clock import drift_of
+from bench.sim.noise import reader_of, seed_of
 from bench.sim.profile import Profile
 from engine.plan import Logprob, Row, RowResult, SampleSpec, StepPlan, StepResult
 from engine.runner_api import ModelSpec
@@ -35,24 +36,28 @@ STARTED_REMEMBERED = 4096
 
 
 def configured(config: Config, profile: Profile) -> Config:
-    """`config` with the pools, batch and chunks of the profile."""
+    """`config` with the pools, batch and chunks of the profile. What a chunk leaves may be on its way down at once: the
+    default is for pages that are copied by a processor."""
+    pool = profile.pool
     chunk = max(profile.prefill.chunk_tokens // 256 * 256, 256)
-    slots = {"state_slots": profile.pool.state_slots} if profile.pool.state_slots else {}
-    interval = {"state_interval_tokens": profile.model.checkpoint_interval} if slots else {}
     changes: dict[str, Any] = {
-        "kv_pool_tokens": profile.pool.kv_tokens,
-        "max_batch": profile.pool.max_batch,
+        "kv_pool_tokens": pool.kv_tokens,
+        "max_batch": pool.max_batch,
         "chunk_tokens": chunk,
-        "max_batched_tokens": chunk + profile.pool.max_batch,
-        **slots,
-        **interval,
+        "max_batched_tokens": chunk + pool.max_batch,
+        "host_pool_bytes": 0,
+        "host_pool_tokens": pool.host_kv_tokens,
+        "host_queue_pages": max(config.host_queue_pages, chunk // PAGE_TOKENS),
+        "disk_pool_bytes": 0,
+        "disk_queue_pages": max(config.disk_queue_pages, chunk // PAGE_TOKENS),
     }
+    if profile.model.kind == "hybrid":
+        changes |= {
+            "state_slots": pool.state_slots,
+            "state_interval_tokens": profile.model.checkpoint_interval,
+            "host_state_slots": pool.host_state_slots,
+        }
     return config.model_copy(update=changes)
-
-
-def seed_of(worker_id: str) -> int:
-    """A worker's own noise and speed come from its name."""
-    return int.from_bytes(hashlib.sha256(worker_id.encode()).digest()[:4], "little")
 
 
 class SimRunner:
@@ -68,14 +73,14 @@ class SimRunner:
     ) -> None:
         model = profile.model
         components = [Component("kv", True, 1, 1, 1, PAGE_TOKENS, 1, "uint8")]
-        if model.state_bytes:
+        if model.kind == "hybrid":
             scaled = max(round(model.state_bytes / model.kv_bytes_per_token), 1)
             components.append(Component("state", False, 1, 1, 1, 1, scaled, "uint8"))
-        self._spec = ModelSpec(vocab_size, CONTEXT, tuple(components), eos_token_ids, dtype="uint8", device="sim")
+        device = f"sim: {profile.name}, {model.layers} layers"
+        self._spec = ModelSpec(vocab_size, CONTEXT, tuple(components), eos_token_ids, dtype="uint8", device=device)
         self._profile = profile
-        seed = seed_of(worker_id)
-        self._reader = Reader(Tape(profile.noise, seed), seed)
-        drawn = np.random.default_rng([seed, 0xF1EE7]).normal(0.0, profile.heterogeneity.speed_sigma)
+        self._reader = reader_of(profile.noise, worker_id, "steps")
+        drawn = np.random.default_rng([seed_of(worker_id), 0xF1EE7]).normal(0.0, profile.heterogeneity.speed_sigma)
         self._speed = float(np.exp(drawn))
         self._sleep = sleep
         self._pools: list[NDArray[np.uint8]] = []
@@ -179,8 +184,8 @@ class SimTransport:
     def __init__(self, incarnation: Incarnation, nics: Nics) -> None:
         self._incarnation = incarnation
         self._nics = nics
-        seed = seed_of(incarnation.worker_id)
-        self._reader = Reader(Tape(nics.profile.noise, seed), seed + 1)
+        self._reader = reader_of(nics.profile.noise, incarnation.worker_id, "transfers")
+        self._pace = 1.0 + drift_of(nics.profile, incarnation.worker_id)  # of its clock
         self._peers: dict[str, Incarnation] = {}
         self._tasks: dict[asyncio.Task[None], Flight] = {}
 
@@ -242,7 +247,7 @@ class SimTransport:
                 raise DeadlineExceeded("the read did not finish in time")
         finally:
             nics.end(ends)
-        flight.succeed(ReadStats(size, len(flight.moves), time.monotonic() - started))
+        flight.succeed(ReadStats(size, len(flight.moves), (time.monotonic() - started) * self._pace))
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         flight = self._tasks.pop(task)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+
 import numpy as np
 
 from bench.sim.profile import NoiseTerms
 
 LENGTH = 1 << 16
+PARTS = ("steps", "transfers", "host", "disk")
+"""Of one live worker: each goes its own way through the noise, on its own thread."""
 
 
 class Tape:
@@ -52,3 +57,19 @@ class Reader:
         plain = self._tape.plain[start + steps] - self._tape.plain[start]
         ramp = self._tape.ramp[start + steps] - self._tape.ramp[start] - start * plain
         return base * plain + slope * ramp
+
+
+def seed_of(worker_id: str) -> int:
+    """A live worker's own noise, speed and clock come from its name."""
+    return int.from_bytes(hashlib.sha256(worker_id.encode()).digest()[:4], "little")
+
+
+def reader_of(terms: NoiseTerms, worker_id: str, part: str) -> Reader:
+    """The noise of one of PARTS of a live worker."""
+    return Reader(_tape(terms), seed_of(worker_id) + PARTS.index(part))
+
+
+@functools.lru_cache(maxsize=4)
+def _tape(terms: NoiseTerms) -> Tape:
+    """Shared by the workers of a process: it takes some megabytes."""
+    return Tape(terms, 0)

@@ -19,7 +19,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """kind: "dense" or "hybrid". checkpoint_interval: tokens between states a prefill leaves behind (hybrid)."""
+    """kind: "dense" or "hybrid". layers: names the model, no time or size depends on it. checkpoint_interval: tokens
+    between states a prefill leaves behind (hybrid)."""
 
     kind: str
     layers: int
@@ -126,11 +127,30 @@ class Profile:
         profile = Profile(name, **sections)
         if profile.model.kind not in ("dense", "hybrid"):
             raise _bad("model.kind is dense or hybrid")
-        if profile.model.kind == "hybrid" and not (profile.model.checkpoint_interval and profile.pool.state_slots):
-            raise _bad("a hybrid model needs model.checkpoint_interval and pool.state_slots")
-        if profile.noise.stall_probability > 1:
-            raise _bad("noise.stall_probability is at most 1")
+        profile._agrees()
         return profile
+
+    def _agrees(self) -> None:
+        """Raises InvalidRequest for terms that say nothing, or what cannot be, beside the others."""
+        model, pool = self.model, self.pool
+        if model.kind == "dense":
+            useless = (model.state_bytes, model.checkpoint_interval, pool.state_slots, pool.host_state_slots)
+            if any(useless):
+                raise _bad("a dense model has no state: state_bytes, checkpoint_interval and slots are 0")
+        elif not (model.checkpoint_interval and pool.state_slots):
+            raise _bad("a hybrid model needs model.checkpoint_interval and pool.state_slots")
+        if pool.host_kv_tokens and model.kind == "hybrid" and not pool.host_state_slots:
+            raise _bad("host memory of a hybrid model needs pool.host_state_slots, too")
+        if not pool.host_kv_tokens and (pool.disk_kv_tokens or pool.host_state_slots):
+            raise _bad("what is below host memory, or in it, needs pool.host_kv_tokens")
+        if self.noise.stall_probability > 1:
+            raise _bad("noise.stall_probability is at most 1")
+        if self.noise.clock_drift_ppm >= 1e6:
+            raise _bad("noise.clock_drift_ppm is less than 1e6: a clock does not go back")
+
+    @property
+    def disk_tokens(self) -> int:
+        return self.pool.disk_kv_tokens or 4 * self.pool.host_kv_tokens
 
     def prefill_s(self, start: int, tokens: int) -> float:
         """One chunk: `tokens` from position `start` on, without the prompt's fixed part, noise or speed."""

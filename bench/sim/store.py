@@ -43,7 +43,7 @@ class Store:
         self._host: OrderedDict[bytes, None] = OrderedDict()
         self._disk: OrderedDict[bytes, None] = OrderedDict()
         self._host_units = profile.pool.host_kv_tokens // unit
-        self._disk_units = (profile.pool.disk_kv_tokens or 4 * profile.pool.host_kv_tokens) // unit
+        self._disk_units = profile.disk_tokens // unit
         self.stateful = profile.model.kind == "hybrid"
         self._states: OrderedDict[bytes, int] = OrderedDict()  # key -> state length, on device
         self._host_states: OrderedDict[bytes, int] = OrderedDict()

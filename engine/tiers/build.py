@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from engine.retention import Retained
 from engine.runner_api import ModelSpec
 from engine.states import StateCache
 from engine.tiers.carriers import Carrier, carrier_for
-from engine.tiers.disk import Disk, Folder, OpenFile
+from engine.tiers.cost import SMALLEST_BYTES
+from engine.tiers.disk import Disk, Folder, FolderDisk, OpenFile
 from engine.tiers.pace import Pace
 from engine.tiers.policy import Options, Sightings
 from engine.tiers.pool import HostPool, Mover
@@ -35,13 +37,17 @@ SLOTS_PER_DEVICE_SLOT = 4
 class Ways:
     """How bytes move between tiers. carry: makes who copies between the device's regions and the host's. open_file: the
     disk tier's file. layout: names what a page's bytes depend on beside its key and shape. lanes: of a test, instead of
-    threads."""
+    threads. disk: made of the host's mover, instead of files in the configured folder. clock: by which copies are
+    timed. smallest_bytes: see Costs."""
 
     carry: Callable[[Config, Sequence[Region], Sequence[Region]], Carrier] = carrier_for
     open_file: OpenFile = PlainFile
     layout: str = ""
     lane: Lane | None = None
     disk_lane: Lane | None = None
+    disk: Callable[[Mover], Disk] | None = None
+    clock: Callable[[], float] = time.perf_counter
+    smallest_bytes: int = SMALLEST_BYTES
 
 
 def make_tiers(
@@ -85,14 +91,23 @@ def make_tiers(
         cap_pages=-(-config.host_tokens_per_request // PAGE_TOKENS),
         bound=max(1 << 14, 4 * (count + pages.total)),
     )
-    lane = ways.lane or Thread("host-tier", news)
+    lane = ways.lane or Thread("host-tier", news, ways.clock)
     tiers = Tiers(options, sightings, pages, slots, cache, states, retained, mover, lane, now)
-    if config.disk_pool_bytes:
-        folder = Folder(Path(config.disk_pool_dir))
-        count, places = disk_items(config, model)
-        disk = Disk(folder, layout_of(model, ways.layout), count, mover, ways.open_file, places)
-        tiers.add_disk(disk, ways.disk_lane or Thread("disk-tier", news), config.disk_queue_pages, wall)
+    tiers.costs.smallest_bytes = ways.smallest_bytes
+    disk = ways.disk(mover) if ways.disk is not None else _folder_disk(config, model, mover, ways)
+    if disk is not None:
+        lane = ways.disk_lane or Thread("disk-tier", news, ways.clock)
+        tiers.add_disk(disk, lane, config.disk_queue_pages, wall)
     return tiers, host
+
+
+def _folder_disk(config: Config, model: ModelSpec, mover: Mover, ways: Ways) -> Disk | None:
+    """None when none is configured."""
+    if not config.disk_pool_bytes:
+        return None
+    count, places = disk_items(config, model)
+    folder = Folder(Path(config.disk_pool_dir))
+    return FolderDisk(folder, layout_of(model, ways.layout), count, mover, ways.open_file, places)
 
 
 def layout_of(model: ModelSpec, more: str) -> str:

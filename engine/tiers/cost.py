@@ -30,13 +30,15 @@ class Rate:
 
 @dataclass(slots=True)
 class Costs:
-    """up and down: bytes per second by tier and direction. prefill: tokens per second of steps that ran a prompt."""
+    """up and down: bytes per second by tier and direction. prefill: tokens per second of steps that ran a prompt.
+    smallest_bytes: copies of less are not learned from."""
 
     rates: dict[tuple[str, str], Rate] = field(default_factory=dict)
     prefill: Rate = field(default_factory=Rate)
+    smallest_bytes: int = SMALLEST_BYTES
 
     def copied(self, tier: str, direction: str, nbytes: int, seconds: float) -> None:
-        if nbytes >= SMALLEST_BYTES:
+        if nbytes >= self.smallest_bytes:
             self.rates.setdefault((tier, direction), Rate()).saw(nbytes, seconds)
 
     def copy_s(self, tier: str, direction: str, nbytes: int) -> float | None:

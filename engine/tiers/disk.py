@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from engine.tiers.carriers import Pair
 from engine.tiers.journal import Found, Hint, Journal, Put, StatePut
@@ -33,8 +34,54 @@ class HostItem:
     page: int
 
 
-class Disk:
-    """count, states: pages and states there is room for. layout: see Journal. Raises OSError, TransferFailed."""
+class Disk(Protocol):
+    """What the disk tier's thread asks of what lies below the host. count, states: pages and states there is room for.
+    found: what an earlier process of this worker has left."""
+
+    count: int
+    states: int
+    found: Found
+
+    @property
+    def place_bytes(self) -> int:
+        """Of a state's place: its partial page has one, too."""
+        ...
+
+    def state_bytes(self, *, partial: bool) -> int:
+        """What is moved of a state."""
+        ...
+
+    def write(
+        self,
+        pairs: Sequence[Pair],
+        puts: Sequence[Put],
+        drops: Iterable[bytes],
+        hints: Iterable[tuple[bytes, Hint]] = (),
+    ) -> None:
+        """pairs: (slot, host page). Dropped keys are forgotten first, the pages are published last."""
+        ...
+
+    def write_state(self, source: HostItem, put: StatePut, drops: Iterable[bytes]) -> None:
+        """As write()."""
+        ...
+
+    def note(self, drops: Iterable[bytes], hints: Iterable[tuple[bytes, Hint]]) -> None:
+        """What has left, and how long what is here is worth keeping."""
+        ...
+
+    def read(self, pairs: Sequence[Pair], sums: Sequence[Sums]) -> int:
+        """How many leading pages are on the host now and are what was written. pairs: (slot, host page)."""
+        ...
+
+    def read_state(self, slot: int, target: HostItem, slot_sums: Sums, page_sums: Sums) -> bool:
+        """Whether all of it is on the host now and is what was written."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FolderDisk:
+    """A Disk of files in a folder. layout: see Journal. Raises OSError, TransferFailed."""
 
     def __init__(
         self, folder: Folder, layout: str, count: int, mover: Mover, open_file: OpenFile, states: int = 0
@@ -57,11 +104,9 @@ class Disk:
 
     @property
     def place_bytes(self) -> int:
-        """Of a state's place in the file: its partial page has one, too."""
         return self._slot_bytes + self._page_bytes
 
     def state_bytes(self, *, partial: bool) -> int:
-        """What is moved of a state."""
         return self._slot_bytes + partial * self._page_bytes
 
     def write(
@@ -71,7 +116,6 @@ class Disk:
         drops: Iterable[bytes],
         hints: Iterable[tuple[bytes, Hint]] = (),
     ) -> None:
-        """pairs: (file slot, host page). Dropped keys are forgotten first, the pages are published last."""
         self._journal.append((), drops)
         faults.strike("disk.write")
         self._file.write(self._ranges(pairs))
@@ -79,7 +123,6 @@ class Disk:
         self._journal.append(puts, hints=hints)
 
     def write_state(self, source: HostItem, put: StatePut, drops: Iterable[bytes]) -> None:
-        """As write()."""
         assert self._state_file is not None
         self._journal.append((), drops)
         faults.strike("disk.write")
@@ -88,18 +131,15 @@ class Disk:
         self._journal.append(states=[put])
 
     def note(self, drops: Iterable[bytes], hints: Iterable[tuple[bytes, Hint]]) -> None:
-        """What has left, and how long what is here is worth keeping."""
         self._journal.append((), drops, hints=hints)
 
     def read(self, pairs: Sequence[Pair], sums: Sequence[Sums]) -> int:
-        """How many leading pages are on the host now and are what was written. pairs: (file slot, host page)."""
         faults.strike("disk.read")
         self._file.read(self._ranges(pairs))
         found = self._mover.sums(True, [host for _, host in pairs])
         return next((i for i, (a, b) in enumerate(zip(found, sums, strict=True)) if a != b), len(pairs))
 
     def read_state(self, slot: int, target: HostItem, slot_sums: Sums, page_sums: Sums) -> bool:
-        """Whether all of it is on the host now and is what was written."""
         assert self._state_file is not None
         faults.strike("disk.read")
         self._state_file.read(self._state_ranges(slot, target))

@@ -100,6 +100,8 @@ class DiskTier:
     def _restore(self, found: Found) -> None:
         """What an earlier process of this worker has left."""
         self._hints.restore(found.hints)
+        if not found.puts:  # and so no state
+            return
         pages, slots = self.index.pool.allocate(self._disk.count), self.slots.allocate(self._disk.states)
         assert pages is not None
         assert slots is not None
@@ -108,8 +110,8 @@ class DiskTier:
         for state in found.states.values():
             sums = state.slot_sums, state.page_sums
             self.states.restore(TierState(state.key, state.length, state.tail, state.slot, 0, *sums, state.saving))
-        self.index.pool.release(pages)
-        self.slots.release(slots)
+        self.index.pool.release(pages[::-1])  # places are taken in order: the lowest is, roughly, the longest unused
+        self.slots.release(slots[::-1])
 
     # --- down and up ----------------------------------------------------------------------------------------------
 

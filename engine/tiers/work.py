@@ -39,14 +39,14 @@ class Job:
     error: Exception | None = None
     seconds: float = 0.0
 
-    def execute(self) -> None:
-        started = time.perf_counter()
+    def execute(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        started = clock()
         try:
             self.result = self.run()
         except Exception as error:  # noqa: BLE001 - the supervisor: a copy that fails is a miss, never a dead thread
             _log.warning("a copy between tiers failed", extra={"error": type(error).__name__})
             self.error = error
-        self.seconds = time.perf_counter() - started
+        self.seconds = clock() - started
 
 
 class Lane(Protocol):
@@ -64,13 +64,15 @@ class Lane(Protocol):
 
 
 class Inline:
-    """A lane without a thread: a job has run when submit() returns. For simulations and deterministic tests."""
+    """A lane without a thread: a job has run when submit() returns. For simulations and deterministic tests. clock: see
+    Thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._over: list[Job] = []
 
     def submit(self, job: Job) -> None:
-        job.execute()
+        job.execute(self._clock)
         self._over.append(job)
 
     def take(self) -> list[Job]:
@@ -83,10 +85,12 @@ class Inline:
 
 @dataclass(slots=True, eq=False)
 class Thread:
-    """A lane with a thread of its own, started with the first job. news() is called there when a job has run."""
+    """A lane with a thread of its own, started with the first job. news() is called there when a job has run. clock:
+    in seconds, for how long they take."""
 
     name: str
     news: Callable[[], None]
+    clock: Callable[[], float] = time.perf_counter
     _heap: list[tuple[Urgency, int, Job]] = field(default_factory=list)
     _over: deque[Job] = field(default_factory=deque)
     _wake: threading.Condition = field(default_factory=threading.Condition)
@@ -124,6 +128,6 @@ class Thread:
                 if not self._heap:
                     return
                 _, _, job = heapq.heappop(self._heap)
-            job.execute()
+            job.execute(self.clock)
             self._over.append(job)
             self.news()

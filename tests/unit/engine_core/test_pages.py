@@ -42,6 +42,20 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.free == 1
 
 
+def test_pages_that_were_never_handed_out_take_no_memory_and_come_before_used_ones() -> None:
+    pool = PagePool(1 << 40)
+    assert pool.total == pool.free == (1 << 40) - 1
+    first = take(pool, 3)
+    pool.release(first[:2])
+    assert pool.free == (1 << 40) - 2
+    assert take(pool, 2) == [4, 5]
+    assert pool.refs(10**9) == 0
+    small = PagePool(4)
+    small.release(take(small, 2))
+    assert take(small, 3) == [3, 2, 1], "then the longest unused"
+    small.check()
+
+
 def test_a_held_page_is_not_handed_out_again_until_the_last_count_is_gone() -> None:
     pool = PagePool(3)
     pages = take(pool, 2)

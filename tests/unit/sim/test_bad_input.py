@@ -97,6 +97,9 @@ def test_every_number_of_a_profile_is_checked_and_named(name: tuple[str, str], v
         ("model", "kv_bytes_per_token", 0),
         ("noise", "stall_probability", 1.1),
         ("noise", "stall_factor", 0),
+        ("noise", "clock_drift_ppm", 1e6),
+        ("pool", "host_state_slots", 0),  # a page comes up from host memory for a state only
+        ("pool", "host_kv_tokens", 0),  # and what is below it
         ("pool", "unknown", 1),
         ("", "unknown", 1),
     ],

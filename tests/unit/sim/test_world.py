@@ -162,6 +162,7 @@ CHANGES += [
     ("sim-h100-8b", "heterogeneity", "speed_sigma", 2),
     ("sim-h100-8b", "pool", "kv_tokens", 0.8),
     ("sim-h100-8b", "pool", "host_kv_tokens", 0.4),
+    ("sim-h100-8b", "pool", "disk_kv_tokens", 0.1),
     ("sim-h100-8b", "pool", "max_batch", 0.5),
     ("sim-h100-8b", "model", "kv_bytes_per_token", 9),
     ("sim-hybrid-48b", "model", "state_bytes", 90),
@@ -175,13 +176,13 @@ CHANGES += [
 def test_every_term_of_a_profile_is_used(name: str, section: str, key: str, factor: float) -> None:
     """A small, busy fleet in which each term decides something: changing it changes the result."""
     content = copy.deepcopy(SHIPPED[name])
-    content["pool"].update(kv_tokens=24_000, host_kv_tokens=20_000, max_batch=4)
+    content["pool"].update(kv_tokens=24_000, host_kv_tokens=20_000, disk_kv_tokens=80_000, max_batch=4)
     content["noise"]["stall_probability"] = 0.02
     if name == "sim-hybrid-48b":
         content["pool"].update(state_slots=6, host_state_slots=20)
     if section == "transfer":
         content["transfer"]["bandwidth_Bps"] = 2e9
-    policy = "round_robin" if section == "transfer" or key == "disk_Bps" else "predicted"
+    policy = "round_robin" if section == "transfer" or key.startswith("disk") else "predicted"
     changed = copy.deepcopy(content)
     value = float(changed[section][key])
     changed[section][key] = type(changed[section][key])(value * factor) if value > 1 else value * factor
