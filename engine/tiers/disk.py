@@ -7,6 +7,7 @@ a miss for what it lacks.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -96,7 +97,8 @@ class FolderDisk:
         before, after = self._journal.found, self.found
         lost = [key for key in (*before.puts, *before.states) if key not in after.puts and key not in after.states]
         if lost:
-            self._journal.append((), lost)
+            with contextlib.suppress(OSError):  # no room: they are lost at the next start, too
+                self._journal.append((), lost)
         self._file = open_file(folder.path / "pages", (count + 1) * self._page_bytes, mover.host)
         self._state_file = (
             open_file(folder.path / "states", (states + 1) * self.place_bytes, mover.host) if states else None

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 from engine.tiers.journal import Found, Hint, Journal, Put, StatePut
+from kvtransfer.hashing import page_keys
+from tests.unit.engine_core.lab import ROOT
+from tests.unit.tiers.test_disk import FIRST, lab
+from tests.unit.tiers.test_host import cached, said
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 NAMES = [bytes([100 + number]) * 32 for number in range(4)]
@@ -167,3 +171,29 @@ def test_on_a_full_disk_a_worker_starts_with_the_index_it_has(
     assert again.found == counting(model.now)
     assert again.torn == 0
     again.close()
+
+
+def test_on_a_full_disk_a_worker_starts_although_it_cannot_note_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lab(tmp_path)
+    said(made, "a", FIRST)
+    made.settle()
+    made.engine.stop()
+    index = tmp_path / "0" / "index"
+    whole = index.read_bytes()
+    first = page_keys(ROOT, FIRST)[0]
+    index.write_bytes(whole + journal(index.with_suffix(".other"))._drop_record(first))
+    disk = Disk(0, monkeypatch)
+    monkeypatch.setattr(disk.random, "random", lambda: 0.0)
+    monkeypatch.setattr(disk.random, "randrange", lambda _: 0)
+
+    again = lab(tmp_path)
+
+    assert again.tiers.disk is not None
+    assert len(again.tiers.disk.index) == 0, "seven pages under one that has gone"
+    said(again, "b", FIRST)
+    again.settle()
+    assert cached(again, "b") == 0
+    assert again.tiers.counts.failed > 0
+    again.baseline()
