@@ -74,9 +74,10 @@ async def test_those_whose_time_stands_still_just_before_its_end_do_not_look_all
 
 async def test_one_whose_deadline_passes_while_it_is_held_hears_that_and_not_that_there_was_no_room() -> None:
     made, asked = Busy(timeout_s=30.0), wish("r")
-    asked = replace(asked, work=replace(asked.work, deadline=0.02))
-    with pytest.raises(DeadlineExceeded):
+    asked = replace(asked, work=replace(asked.work, deadline=made._now() + 0.02))
+    with pytest.raises(DeadlineExceeded, match="passed"):
         await asyncio.wait_for(made.book(asked), 5)
+    assert made.looks
     assert len(made.line) == 0
 
 
