@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from engine.memory import Memory
 from engine.plan import Row
 from engine.sequence import Sequence
-from engine.tiers.tiers import WAIT_S
+from engine.tiers.growth import WAIT_S
 
 
 class Exports:

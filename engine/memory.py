@@ -278,7 +278,7 @@ class Memory:
         """One page more if the next token needs it; False when there is none."""
         if pages_for(len(seq.tokens)) <= len(seq.pages):
             return True
-        more = self.pages.allocate(1)
+        more = self.pages.allocate(1) if self.tiers is None or self.tiers.spare_page() else None
         if more is None:
             return False
         seq.pages += more

@@ -128,6 +128,15 @@ class PrefixCache:
     def key_of(self, page: int) -> bytes | None:
         return self._key_of.get(page)
 
+    def leaving(self, page: int) -> list[bytes]:
+        """Keys that are forgotten when this idle page is evicted next."""
+        return self._behind(self._tail(self._key_of[page])) if page in self._key_of else []
+
+    def evict(self, page: int) -> None:
+        """Give up this idle page, or the tail that hangs on it."""
+        with self._pool.lock:
+            self._evict(page)
+
     def oldest(self, count: int) -> list[tuple[int, bytes, bytes | None]]:
         """(page, key, parent) of the idle pages that would be evicted first, of at most `count` looked at."""
         with self._pool.lock:
@@ -254,24 +263,31 @@ class PrefixCache:
             given_up = self._page_wanted(oldest)
             assert given_up, "a cached page without a name"
             return
-        key = self._key_of[oldest]
+        self._drop(self._tail(self._key_of[oldest]))
+
+    def _tail(self, key: bytes) -> bytes:
+        """The end of the idle chain that hangs on `key`."""
         while True:
             idle = (c for c in self._nodes[key].children if self._pool.refs(self._nodes[c].page) == 0)
             child = next(idle, None)
             if child is None:
-                break
+                return key
             key = child
-        self._drop(key)
 
-    def _drop(self, key: bytes) -> None:
-        """Forget `key` and what hangs on it. Pages that are still held lose their name, not their content."""
+    def _behind(self, key: bytes) -> list[bytes]:
+        """`key` and what hangs on it, the tails first."""
         order = [key]
         for known in order:
             order.extend(self._nodes[known].children)
+        order.reverse()
+        return order
+
+    def _drop(self, key: bytes) -> None:
+        """Forget `key` and what hangs on it. Pages that are still held lose their name, not their content."""
+        order = self._behind(key)
         parent = self._nodes[key].parent
         if parent is not None:
             del self._nodes[parent].children[key]
-        order.reverse()
         pages = []
         for known in order:
             self._key_gone(known)

@@ -170,6 +170,17 @@ class StateCache:
         key = self._cache.key_of(page)
         return list(self._by_key.get(key, ())) if key is not None else []
 
+    def leaving(self, page: int) -> list[State]:
+        """The states that go when this idle page is evicted next, and what hangs on it with it."""
+        partial = self._by_page.get(page)
+        if partial is not None:
+            return [partial]
+        return [state for key in self._cache.leaving(page) for state in self._by_key.get(key, ())]
+
+    def give_up_page(self, page: int) -> None:
+        """Evict this idle page next, before older ones."""
+        self._cache.evict(page)
+
     def give_up(self, state: State) -> None:
         """Forget an idle state: its slot is free."""
         with self._pages.lock:

@@ -23,6 +23,14 @@ class Presence:
         """Whether the page under this key is in some tier."""
         return key in self._cache or bool(self._tier(key))
 
+    def stranded(self, key: bytes) -> bool:
+        """Whether this page is on the device only, and something below stands on it."""
+        if self._tier(key):
+            return False
+        if self._states.on(key) or self._host.following(key):
+            return True
+        return self.disk is not None and bool(self.disk.states.on(key) or self.disk.index.following(key))
+
     def ways(self, key: bytes) -> int:
         """How many pages follow the one under this key."""
         found = {*self._cache.following(key), *self._host.following(key)}

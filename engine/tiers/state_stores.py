@@ -83,7 +83,7 @@ class StateStores:
         """Whether `need` idle slots can be had without losing a state. Copies of what else would go are started, for
         `soon` slots more than that; False: they are under way."""
         idle = self._states.victims(self._slots.total)
-        exposed = [state for state in idle if not self._safe(state)]
+        exposed = [state for state in idle if not self.safe(state)]
         safe = len(idle) - len(exposed)
         short = need + soon - safe - len(self._storing)
         if short > 0:
@@ -92,18 +92,19 @@ class StateStores:
 
     def give_up(self) -> None:
         """Drop the first in line of the idle states that are below, or not wanted there; if there is none, none."""
-        safe = next(filter(self._safe, self._states.victims(self._slots.total)), None)
+        safe = next(filter(self.safe, self._states.victims(self._slots.total)), None)
         if safe is not None:
             self._states.give_up(safe)
 
     def forget(self, state: State) -> bool:
         """It has left the device. Whether it is lost: nobody has had a copy of it, and one was wanted."""
         name = state.name
-        lost = not self._safe(state) and name not in self._ahead and name not in self._tried
+        lost = not self.safe(state) and name not in self._ahead and name not in self._tried
         self._ahead.discard(name)
         return lost
 
-    def _safe(self, state: State) -> bool:
+    def safe(self, state: State) -> bool:
+        """It is below, or not wanted there."""
         return not self._wanted(state) or self._host.has(state.key, state.tail) or self.lower(state)
 
     def _wanted(self, state: State) -> bool:

@@ -25,6 +25,7 @@ from engine.states import State, StateCache
 from engine.tiers.cost import Costs
 from engine.tiers.disk import Disk
 from engine.tiers.disk_tier import DiskTier, Upper
+from engine.tiers.growth import WAIT_S, Growth
 from engine.tiers.hits import Hits, InTime
 from engine.tiers.index import Entry, TierIndex
 from engine.tiers.loads import Loaded, Loading, Loads
@@ -37,9 +38,6 @@ from engine.tiers.stats import Counts, TierReport
 from engine.tiers.stores import Stores
 from engine.tiers.swaps import Swapped, Swaps
 from engine.tiers.work import Job, Lane, Urgency
-
-WAIT_S = 0.25
-"""An admission waits so long for pages and states to go down before they are dropped."""
 
 
 class Tiers:
@@ -111,6 +109,7 @@ class Tiers:
         if states is not None:
             states.successors.ways = self._where.ways
             self.states.spent = states.successors.spent
+        self._growth = self._make_growth(states) if states is not None else None
         retained.serve(self.host.ranked, self.host.used_again)
         retained.serve(lambda _key, _rank: None, self.states.used_again)
 
@@ -128,6 +127,11 @@ class Tiers:
             submit=lambda run, done: self._submit(Urgency.STORE, run, done),
             published=self._publish_state,
         )
+
+    def _make_growth(self, states: StateCache) -> Growth:
+        assert self.state_stores is not None
+        stores = self._stores, self.state_stores
+        return Growth(self._pages, self._cache, states, *stores, self._where, poll=self.poll, now=self._now)
 
     def add_disk(self, disk: Disk, lane: Lane, queue_pages: int, wall: Callable[[], float]) -> None:
         """Put a disk tier below the host's. Once, before anything runs. wall: seconds of the wall clock."""
@@ -207,6 +211,10 @@ class Tiers:
             return True
         self.poll()
         return self.state_stores.spare(need, soon)
+
+    def spare_page(self) -> bool:
+        """See Growth.ready."""
+        return self._growth is None or self._growth.ready()
 
     def give_up_slot(self) -> None:
         """See StateStores.give_up."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.tiers.tiers import WAIT_S
+from engine.tiers.growth import WAIT_S
 from kvtransfer.hashing import page_keys
 from tests.unit.engine_core.lab import ROOT, prompt, request
 from tests.unit.tiers.lab import Manual, TierLab

@@ -1,0 +1,88 @@
+"""A decode that needs a page while all idle ones carry states: it costs none that could have been kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.tiers.growth import WAIT_S
+from kvtransfer.hashing import page_keys
+from kvtransfer.types import LegKey
+from tests.unit.engine_core.lab import ROOT, prompt, request, undisturbed
+from tests.unit.tiers.lab import Manual, TierLab
+from tests.unit.tiers.test_states import ask
+
+FIRST, LONG = prompt(40), prompt(20, seed=1)
+COUNT = 40
+
+
+def grown(monkeypatch: pytest.MonkeyPatch, pages: int, lane: Manual, **changes: object) -> tuple[TierLab, LegKey]:
+    """One prompt has left two pages, a state on the last; another decodes until its next page has to be one of them.
+    Nothing has gone down ahead of that."""
+    made = TierLab(pages=pages, state=True, lane=lane, changes={"state_ends": False, **changes})
+    monkeypatch.setattr(made.tiers, "store", lambda: None)
+    ask(made, "first", FIRST, 2)
+    key = made.submit(request("long", LONG, max_tokens=COUNT))
+    for _ in range(99):
+        if made.engine.pages.free == 0 and (lane.waiting or made.ends(key)):
+            break
+        made.turns(1)
+    return made, key
+
+
+def resumes(made: TierLab, tokens: tuple[int, ...]) -> bool:
+    keys = page_keys(ROOT, tokens)[:2]
+    assert made.engine.states is not None
+    return made.engine.states.match(keys, tokens).state is not None or bool(made.tiers.states.match(keys, tokens, 0))
+
+
+def said(made: TierLab, key: LegKey) -> bool:
+    asked = request("long", LONG, max_tokens=COUNT)
+    return tuple(made.tokens(key)) == undisturbed(LONG, asked.sampling, state=True)[0]
+
+
+def test_the_page_and_its_state_go_down_before_the_decode_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = Manual()
+    made, key = grown(monkeypatch, 5, lane)
+    before = len(made.tokens(key))
+    made.turns(3)
+    assert len(made.tokens(key)) == before, "it waits for the copies"
+
+    lane.open()
+    made.run()
+
+    assert said(made, key)
+    assert made.tiers.counts.lost_states == 0
+    assert resumes(made, FIRST)
+    made.baseline()
+
+
+def test_it_waits_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = Manual()
+    made, key = grown(monkeypatch, 5, lane)
+    made.turns(2)
+    made.clock.advance(WAIT_S)
+    made.turns(2)
+    assert len(made.tokens(key)) > 17
+    lane.open()
+    made.run()
+    assert said(made, key)
+    made.baseline()
+
+
+def test_an_idle_page_that_carries_no_state_goes_before_older_ones_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = Manual()
+    made = TierLab(pages=7, state=True, lane=lane, changes={"state_ends": False})
+    monkeypatch.setattr(made.tiers, "store", lambda: None)
+    ask(made, "first", FIRST, 2)
+    ask(made, "bare", prompt(40, seed=2), 2)
+    assert made.engine.states is not None
+    made.engine.states.give_up(next(s for s in made.engine.states._all() if s.key not in page_keys(ROOT, FIRST)))
+    key = made.submit(request("long", LONG, max_tokens=COUNT))
+
+    made.run()
+
+    assert said(made, key)
+    assert not lane.waiting
+    assert made.engine.states.match(page_keys(ROOT, FIRST)[:2], FIRST).state is not None
+    assert made.tiers.counts.lost_states == 1, "the one that was given up here"
+    made.baseline()
