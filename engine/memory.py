@@ -317,7 +317,7 @@ class Memory:
         page = seq.pages[len(keys)] if tail else 0
         self.states.publish(keys, seq.computed, tail, seq.slot, page, seq.whole)
         if keys:
-            if seq.request.remote:  # another worker went on from what is known here, too
+            if seq.came_by is None:  # it came whole: another worker went on from what is known here, too
                 self._came_by(seq, self._under(keys, seq.tokens[: seq.computed]))
             self._left_state(seq, keys[-1], seq.computed, tuple(tail))
 

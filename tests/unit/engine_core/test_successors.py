@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.api import Tokens
+from engine.plan import SamplingParams
 from engine.successors import Successors
-from kvtransfer.hashing import page_keys
-from tests.unit.engine_core.lab import ROOT, Lab, prompt, request
+from tests.unit.engine_core.lab import Lab, hand_off, prompt, request, undisturbed
 
 OLD, OLD_END, NEW, NEW_END, OTHER = (bytes([number]) for number in range(5))
 
@@ -132,12 +132,6 @@ def talk(made: Lab, talks: int, turns: int) -> list[int]:
     return found
 
 
-def lengths(made: Lab, tokens: tuple[int, ...]) -> list[int]:
-    assert made.engine.states is not None
-    keys = set(page_keys(ROOT, tokens))
-    return sorted(length for key, length in made.engine.states.entries() if key in keys)
-
-
 def test_conversations_in_turn_are_served_with_little_more_than_a_state_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -174,3 +168,17 @@ def test_the_state_of_a_system_prompt_outlives_the_conversations_that_share_it()
         cached(made, f"else-{number}", prompt(48, seed=70 + number))
 
     assert cached(made, "late", system + prompt(80, seed=99))[0] == 96
+
+
+def test_where_prompts_arrive_whole_the_next_turn_spends_the_last_one_too() -> None:
+    """A decode worker resumes nothing itself: turns are computed elsewhere, on what it left."""
+    made, said = lab(), prompt(48)
+    assert made.engine.states is not None
+    for turn in range(3):
+        source = lab()
+        hand_off(source, made, f"{turn}", said, max_tokens=18)
+        made.run()
+        (answer,) = undisturbed(said, SamplingParams(max_tokens=18), state=True)
+        said += (*answer, *prompt(20, seed=turn))
+    states = sorted(made.engine.states._all(), key=lambda state: state.length)
+    assert [made.engine.states.successors.spent(state.name) for state in states] == [True, True, False]
