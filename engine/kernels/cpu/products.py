@@ -128,15 +128,20 @@ def in_panels(packed: Tensor, weight: Tensor) -> bool:
         return False
     shape = (weight.shape[0], weight.shape[1])
     if shape not in _checked:
+        if weight.numel() > 1 and bool(weight.min() == weight.max()):
+            return False  # nothing can be seen in it, for others of its shape either
         _checked[shape] = _is_in_panels(packed, weight)
     return _checked[shape]
 
 
 def _is_in_panels(packed: Tensor, weight: Tensor) -> bool:
+    """What lies behind a panel's outputs and inputs is never read into a result."""
     out, inputs = weight.shape
-    expected = torch.nn.functional.pad(weight, (0, -inputs % _INPUTS, 0, -out % _PANEL))
-    expected = expected.view(-1, _PANEL, expected.shape[1]).transpose(1, 2).contiguous()
-    if torch.ops.mkldnn._nbytes(packed) != expected.numel() * expected.element_size():
+    panels, deep = -(-out // _PANEL), -(-inputs // _INPUTS) * _INPUTS
+    if torch.ops.mkldnn._nbytes(packed) != panels * deep * _PANEL * weight.element_size():
         return False
-    found = ctypes.string_at(torch.ops.mkldnn.data_ptr(packed), expected.numel() * expected.element_size())
-    return torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32), expected.flatten())
+    memory = (ctypes.c_float * (panels * deep * _PANEL)).from_address(torch.ops.mkldnn.data_ptr(packed))
+    found = torch.frombuffer(memory, dtype=torch.float32).view(panels, deep, _PANEL)
+    return all(
+        torch.equal(found[i, :inputs, : len(rows)].t(), rows) for i, rows in enumerate(torch.split(weight, _PANEL))
+    )

@@ -75,6 +75,16 @@ def test_a_wrong_layout_is_seen(library: Compiled) -> None:
     assert not products._is_in_panels(packed, normal(192, 80))
 
 
+def test_nothing_is_learned_of_a_layout_from_a_weight_that_is_one_number(
+    library: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_checked", {})
+    rolled = torch.ops.mkldnn._reorder_linear_weight(normal(192, 64).roll(1, 0), 4)
+    blank = torch.zeros(192, 64)
+    assert not products.in_panels(torch.ops.mkldnn._reorder_linear_weight(blank, 4), blank)
+    assert not products.in_panels(rolled, normal(192, 64)), "another layout, as it were"
+
+
 def test_other_types_and_a_runner_that_forbids_it_have_no_product(library: Compiled) -> None:
     weight = normal(64, 64)
     assert linear(weight, None, library).few is not None, "its shape is known from here on"
