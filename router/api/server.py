@@ -35,6 +35,10 @@ class BrokenBody(Exception):
 READ_AHEAD_BYTES = 64 << 10
 """What a client may send behind a request of the lane before it is answered; then reading pauses."""
 
+PARTS_AHEAD = 64
+"""As so many parts as it came in: the library answers what is sound before it looks at what is not, as long as they did
+not come together."""
+
 _UNKNOWN = -1
 
 
@@ -50,7 +54,7 @@ class Protocol(web.RequestHandler):
         self._owed = 0  # bytes the library has yet to be given of the request it has begun; _UNKNOWN: who can say
         self._taken: Taken | None = None  # a request of the lane
         self._task: asyncio.Task[None] | None = None  # which answers it
-        self._ahead = bytearray()  # what came behind it
+        self._ahead: list[bytearray] = []  # what came behind it
 
     def data_received(self, data: bytes) -> None:
         """aiohttp takes a body that turns bad for the next request: the handler that waits for it would never hear."""
@@ -99,10 +103,14 @@ class Protocol(web.RequestHandler):
         self._task = self._loop.create_task(self._answer(taken, endpoint))
 
     def _more(self, taken: Taken, data: bytes) -> None:
-        self._ahead += taken.feed(data) if taken.missing else data
+        rest = taken.feed(data) if taken.missing else data
+        if rest and len(self._ahead) < PARTS_AHEAD:
+            self._ahead.append(bytearray(rest))
+        elif rest:
+            self._ahead[-1] += rest
         if self._task is None and not taken.missing:
             self._over(True)
-        elif len(self._ahead) > READ_AHEAD_BYTES and not self._buffer_paused:
+        elif sum(map(len, self._ahead)) > READ_AHEAD_BYTES and not self._buffer_paused:
             self._pause_reading_for_buffer()
 
     async def _answer(self, taken: Taken, endpoint: Endpoint) -> None:
@@ -138,12 +146,11 @@ class Protocol(web.RequestHandler):
         self._next_keepalive_close_time = close_at = self._loop.time() + self._keepalive_timeout
         if self._keepalive_handle is None:
             self._keepalive_handle = self._loop.call_at(close_at, self._process_keepalive)
-        ahead = bytes(self._ahead)
-        self._ahead.clear()
+        ahead, self._ahead = self._ahead, []
         if self._buffer_paused:
             self._resume_reading_for_buffer()
-        if ahead:
-            self.data_received(ahead)
+        for part in ahead:
+            self.data_received(bytes(part))
 
     def _process_keepalive(self) -> None:
         """The library does not know that a request of the lane is being answered."""
