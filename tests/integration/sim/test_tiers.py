@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from bench.sim.clock import DriftingClock
 from bench.sim.live import configured
 from bench.sim.profile import Profile, find
 from protos.v1 import common_pb2, worker_pb2
@@ -25,7 +26,9 @@ async def test_a_simulated_worker_serves_from_host_and_disk_and_says_so(tmp_path
     config = Config(model="oracle", sim=str(file), metrics_listen="", worker_id="one", role="both")
     worker = await LocalWorker("both", configured(config, Profile.load(file))).start()
     router = await Router(worker, worker).open()
-    tiers = worker.parts.engine.tiers
+    engine = worker.parts.engine
+    assert isinstance(engine._clock, DriftingClock)
+    tiers = engine.tiers
     assert tiers is not None
     host = disk = common_pb2.TierLoad()
     async with asyncio.timeout(60):

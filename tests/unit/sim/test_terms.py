@@ -51,8 +51,8 @@ class Worker:
         self.events: list[Event] = []
         runner = SimRunner(terms, name, 1000, (7,), self.sleep)
         config = configured(Config(model="oracle"), terms)
-        lanes = Inline(self.own.monotonic), Inline(self.own.monotonic)
-        ways = replace(below.ways(terms, name, self.own, self.sleep), lane=lanes[0], disk_lane=lanes[1])
+        made = below.ways(terms, name, self.own, self.sleep)
+        ways = replace(made, lane=Inline(made.clock), disk_lane=Inline(made.clock))
         self.engine = Engine(runner, EngineSpec.of(runner.spec(), config), config, self.own, ways)
 
     def sleep(self, seconds: float) -> None:
