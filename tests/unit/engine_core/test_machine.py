@@ -102,6 +102,7 @@ outputs = st.sampled_from([1, 2, 9, 30, 60])
 class EnginesMachine(RuleBasedStateMachine):
     STATE = False
     HINTS = (Retention(), Retention(b"talk", 3, 3.0), Retention(priority=-2), Retention(b"other", ttl_s=5.0))
+    DUES = (None, 1e4, 0.0, None, 1002.0, -5.0)
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,6 +122,7 @@ class EnginesMachine(RuleBasedStateMachine):
             n=n,
             deadline=lab.clock.monotonic() + wait,
             priority=priority,
+            due=self.DUES[(length + output + seed) % len(self.DUES)],
             max_tokens=output,
             temperature=0.8 if n > 1 else 0.0,
             seed=seed,
