@@ -13,6 +13,7 @@ from pathlib import Path
 from runtime.addresses import is_loopback
 from runtime.config import Config
 from runtime.errors import InvalidRequest
+from runtime.registry import check_of_router
 
 ENV_PREFIX = "PDSERVE_"
 _NOT_SETTINGS = frozenset({"PDSERVE_FAULTS"})  # fail-points: for every process, and no configuration key
@@ -67,6 +68,7 @@ def check(config: Config) -> None:
         raise InvalidRequest("belongs to one worker; `up` names and addresses each itself", field=key)
     if config.transport == "inprocess":
         raise InvalidRequest("workers are processes of their own here: use nixl", field="transport")
+    check_of_router(config)
     for key in WORKER_ADDRESSES:
         _check_worker_address(config, key)
     if config.address and not config.registry:

@@ -126,7 +126,9 @@ def chat(config: Config, router: str, api_key: str, max_tokens: int, temperature
 def router_command(config: Config) -> None:
     """Run the router alone (in the foreground)."""
     from router.app import main as run
+    from runtime.registry import check_of_router
 
+    check_of_router(config)
     sys.exit(run(config))
 
 

@@ -69,11 +69,17 @@ async def run(config: Config) -> int:
 
 
 def _announce(console: Console, config: Config, endpoints: Endpoints) -> None:
+    if config.detach:
+        end = "`pdserve down` ends it"
+    elif config.address:
+        end = f"Ctrl-C ends the router; `pdserve down --address {config.address}` the workers"
+    else:
+        end = "Ctrl-C ends it"
     lines = [
         f"HTTP  http://{endpoints.http}/v1",  # TLS is for gRPC alone
         f"gRPC  {endpoints.grpc}",
         f"Ray   {endpoints.ray or config.address}",
-        "`pdserve down` ends it" if config.detach else "Ctrl-C ends it",
+        end,
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from runtime.clock import Clock, SystemClock
 from runtime.config import Config
+from runtime.errors import InvalidRequest
 from runtime.metrics import Metrics
 from runtime.registry.memory import MemoryStore
 from runtime.registry.store import Store
@@ -11,6 +12,15 @@ from runtime.registry.store import Store
 
 def is_redis(registry: str) -> bool:
     return registry.startswith(("redis://", "rediss://", "unix://"))
+
+
+def check_of_router(config: Config) -> None:
+    """A router keeps its registry itself or in Redis, never in another router. Raises InvalidRequest."""
+    if config.registry and not is_redis(config.registry):
+        raise InvalidRequest(
+            "a router keeps the registry itself (leave it empty) or in Redis: redis://host:port/database",
+            field="registry",
+        )
 
 
 def open_redis(config: Config, metrics: Metrics) -> Store:

@@ -96,6 +96,14 @@ def test_without_a_cluster_the_commands_say_so(command: str, tmp_path: Path) -> 
     assert "no cluster was started here" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["up", "router"])
+def test_a_router_does_not_keep_its_registry_in_another_one(command: str, tmp_path: Path) -> None:
+    done = run_pdserve(command, "--registry=127.0.0.1:9000", f"--state-dir={tmp_path}", "--model=oracle")
+    assert done.returncode == 2
+    assert "registry" in done.stderr
+    assert "redis://" in done.stderr
+
+
 def test_a_router_that_does_not_answer_is_named() -> None:
     status = run_pdserve("status", "--router=127.0.0.1:1")
     assert status.returncode == 1
