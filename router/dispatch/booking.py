@@ -228,7 +228,7 @@ class Booking:
     async def _round(self, wish: Wish) -> Choice | Wait | None:
         """Try every choice once. None: everybody refused for now. Wait: whoever has room is too busy."""
         if wish.patience_s is None and self._planner.busy(self._config.line_hold_s):
-            self._least_loaded(wish, _Round(wish.avoid))  # who lacks a role, or finds none that is large enough, hears so
+            self._least_loaded(wish, _Round(wish.avoid))  # says so at once when a role is missing or too small
             return Wait(LOOK_AGAIN_S, "workers_busy")
         state = _Round(wish.avoid, self._resting(wish.length))
         while True:
