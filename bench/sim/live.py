@@ -29,7 +29,7 @@ from kvtransfer.mapping import Moves
 from kvtransfer.transport import Agent, Flight, Incarnation, ReadStats
 from kvtransfer.types import PAGE_TOKENS, Component, Region
 from runtime.config import Config
-from runtime.errors import DeadlineExceeded, TransferFailed
+from runtime.errors import DeadlineExceeded, InvalidRequest, TransferFailed
 
 CONTEXT = 1 << 17
 STARTED_REMEMBERED = 4096
@@ -37,7 +37,7 @@ STARTED_REMEMBERED = 4096
 
 def configured(config: Config, profile: Profile) -> Config:
     """`config` with the pools, batch and chunks of the profile. What a chunk leaves may be on its way down at once: the
-    default is for pages that are copied by a processor."""
+    default is for pages that are copied by a processor. Raises InvalidRequest for a key that only the profile says."""
     pool = profile.pool
     chunk = max(profile.prefill.chunk_tokens // 256 * 256, 256)
     changes: dict[str, Any] = {
@@ -57,6 +57,10 @@ def configured(config: Config, profile: Profile) -> Config:
             "state_interval_tokens": profile.model.checkpoint_interval,
             "host_state_slots": pool.host_state_slots,
         }
+    given = config.overrides()
+    for key in changes.keys() - {"host_queue_pages", "disk_queue_pages"}:
+        if key in given and given[key] != changes[key]:
+            raise InvalidRequest("a simulated worker has it from its profile", field=key, limit=f"{changes[key]}")
     return config.model_copy(update=changes)
 
 

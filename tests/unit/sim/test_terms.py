@@ -24,6 +24,7 @@ from engine.tiers.work import Inline
 from kvtransfer.transport import Incarnation
 from runtime.clock import FakeClock
 from runtime.config import Config
+from runtime.errors import InvalidRequest
 from tests.unit.engine_core.lab import prompt, request
 from tests.unit.sim.test_live import Ranges
 from tests.unit.sim.test_world import CHANGES, QUIET, SHIPPED, profile
@@ -305,3 +306,12 @@ def test_clocks_are_fast_or_slow_for_life_and_never_by_more_than_the_profile_say
     assert drifts == [drift_of(terms, f"w{n}") for n in range(50)]
     assert min(drifts) < 0 < max(drifts)
     assert max(map(abs, drifts)) <= 80e-6
+
+
+@pytest.mark.parametrize("key", ["max_batch", "kv_pool_tokens", "host_pool_bytes", "disk_pool_bytes"])
+def test_what_the_profile_says_cannot_be_configured_as_well(key: str) -> None:
+    terms = profile()
+    assert configured(Config.load({"host_queue_pages": 7}), terms)
+    with pytest.raises(InvalidRequest) as refused:
+        configured(Config.load({key: 7 << 20}), terms)
+    assert refused.value.field == key
