@@ -35,7 +35,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Generating = Callable[[Asked], Awaitable[web.StreamResponse | None]]
 """Answers; what it returns is for the server library, which is None where it has no part in it."""
 
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 LABEL_HEADER = "x-request-id"
 SESSION_HEADER = "x-session-id"
 REASON_HEADER = "x-pd-reason"
@@ -75,6 +75,7 @@ class HttpFace:
             ("GET", "/v1/models/{model:.+}", self.model),
             ("GET", "/health/live", self.live),
             ("GET", "/health/ready", self.ready),
+            ("GET", "/health", self.ready),  # what load balancers in front of other servers ask
         ]
         if with_metrics:
             routes.append(("GET", "/metrics", self.metrics))
@@ -145,6 +146,7 @@ class HttpFace:
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/health/live", self.live)
         app.router.add_get("/health/ready", self.ready)
+        app.router.add_get("/health", self.ready)
         return app
 
     # generation

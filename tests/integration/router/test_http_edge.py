@@ -175,7 +175,7 @@ async def test_every_route_but_health_wants_a_key(locked: Site) -> None:
     for method, path in sorted(routes | odd):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}):
             async with locked.http.request(method, path.replace("{model}", "x"), headers=headers) as response:
-                expected = path in ("/health/live", "/health/ready")
+                expected = path in ("/health", "/health/live", "/health/ready")
                 assert (response.status != 401) is expected, (method, path)
     doubled = await raw(locked, b"GET //v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert b" 401 " in doubled.splitlines()[0]
@@ -263,6 +263,8 @@ async def test_models_and_health_and_metrics(pair: Site) -> None:
 async def test_a_router_without_workers_is_alive_and_not_ready() -> None:
     async with site() as made, made.http.get("/health/live") as live, made.http.get("/health/ready") as ready:
         assert (live.status, ready.status) == (200, 503)
+        async with made.http.get("/health") as usual:
+            assert usual.status == 503
 
 
 async def test_metrics_move_to_the_admin_address_where_one_is_given() -> None:
