@@ -61,7 +61,7 @@ class ForegroundCluster:
     def until_ready(self) -> ForegroundCluster:
         """Wait for the last line of the announcement. An early end fails with everything that was printed."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.output or "ends it" not in self.output[-1]:
+        while not self.output or " ends " not in self.output[-1]:
             line = self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
             assert line is not None, "pdserve up ended early:\n" + "\n".join(self.output)
             self.output.append(line)
