@@ -129,6 +129,11 @@ class DiskTier:
     def poll(self) -> None:
         """Conclude what has ended."""
         self._spill.note()
+        self._conclude()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
         for _ in range(MOST_TURNS):
             over = self.lane.take()
             if not over:
@@ -136,8 +141,6 @@ class DiskTier:
             for job in over:
                 self.jobs -= 1
                 job.done(job.result, job.error, job.seconds)
-
-    # --- inside -----------------------------------------------------------------------------------------------------
 
     def _published(self, key: bytes) -> None:
         if key not in self._upper.cache and key not in self._upper.host:
@@ -178,9 +181,9 @@ class DiskTier:
     def close(self) -> None:
         """Write down what is still to be said, and end."""
         self.poll()
-        self._spill.note(now=True)
+        self._spill.end()
         self.lane.close()
-        self.poll()
+        self._conclude()
         self._disk.close()
 
     def check(self, has: Callable[[bytes], bool]) -> None:

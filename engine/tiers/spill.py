@@ -82,6 +82,11 @@ class Spill:
 
             self._submit(lambda: self._disk.note(drops, hints), done)
 
+    def end(self) -> None:
+        """Write down what is to be, and begin nothing any more: what waits is on the host alone and goes with it."""
+        self.note(now=True)
+        self._queue_pages = self._queue_states = 0
+
     # --- pages ----------------------------------------------------------------------------------------------------
 
     def _known(self, key: bytes) -> bool:
