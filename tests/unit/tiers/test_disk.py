@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from engine.tiers.build import Ways
 from engine.tiers.disk import OpenFile
 from engine.tiers.journal import Journal, Put, StatePut
+from engine.tiers.work import Thread, Urgency
 from kvtransfer.files import PlainFile, Ranges
 from kvtransfer.hashing import page_keys
 from kvtransfer.types import Region
@@ -96,6 +98,22 @@ def test_a_restarted_worker_finds_what_it_had_on_disk(tmp_path: Path) -> None:
     said(again, "b", FIRST)
 
     assert cached(again, "b") == 112
+    again.baseline()
+
+
+def test_a_worker_that_ends_with_more_on_its_way_down_than_the_queue_takes_ends(tmp_path: Path) -> None:
+    made = lab(tmp_path, lane_of_disk=Thread("disk", lambda: None), changes={"disk_queue_pages": 1})
+    busy = threading.Event()
+    assert made.tiers.disk is not None
+    made.tiers.disk._submit(Urgency.LOAD, busy.wait, lambda *_: None)
+    said(made, "a", FIRST)
+    made.settle()
+
+    busy.set()
+    made.engine.stop()
+
+    again = lab(tmp_path)
+    assert said(again, "b", FIRST) == said(lab(tmp_path / "other"), "b", FIRST)
     again.baseline()
 
 
