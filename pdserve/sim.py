@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 
 from bench.sim import below
 from bench.sim.clock import DriftingClock, drift_of
-from bench.sim.live import Nics, SimRunner, SimTransport, configured
+from bench.sim.live import Nics, SimRunner, SimTransport, configured, refuse_overridden
 from bench.sim.profile import Profile
 from engine.runner_api import Runner
 from engine.tiers.build import Ways
@@ -55,6 +55,7 @@ async def serve(config: Config, stopping: asyncio.Event) -> int:
 
     logs.setup(config)
     profile = nics(config.sim).profile
+    refuse_overridden(config, profile)
     files = await asyncio.to_thread(ModelFiles.open, config.model)
     processes = []
     for number in range(config.sim_count):

@@ -36,8 +36,20 @@ STARTED_REMEMBERED = 4096
 
 
 def configured(config: Config, profile: Profile) -> Config:
-    """`config` with the pools, batch and chunks of the profile. What a chunk leaves may be on its way down at once: the
-    default is for pages that are copied by a processor. Raises InvalidRequest for a key that only the profile says."""
+    """`config` with the pools, batch and chunks of the profile."""
+    return config.model_copy(update=_changes(config, profile))
+
+
+def refuse_overridden(config: Config, profile: Profile) -> None:
+    """Raises InvalidRequest for a key that only the profile says."""
+    given, changes = config.overrides(), _changes(config, profile)
+    for key in changes.keys() - {"host_queue_pages", "disk_queue_pages"}:
+        if key in given and given[key] != changes[key]:
+            raise InvalidRequest("a simulated worker has it from its profile", field=key, limit=f"{changes[key]}")
+
+
+def _changes(config: Config, profile: Profile) -> dict[str, Any]:
+    """What a chunk leaves may be on its way down at once: the default is for pages that are copied by a processor."""
     pool = profile.pool
     chunk = max(profile.prefill.chunk_tokens // 256 * 256, 256)
     changes: dict[str, Any] = {
@@ -57,11 +69,7 @@ def configured(config: Config, profile: Profile) -> Config:
             "state_interval_tokens": profile.model.checkpoint_interval,
             "host_state_slots": pool.host_state_slots,
         }
-    given = config.overrides()
-    for key in changes.keys() - {"host_queue_pages", "disk_queue_pages"}:
-        if key in given and given[key] != changes[key]:
-            raise InvalidRequest("a simulated worker has it from its profile", field=key, limit=f"{changes[key]}")
-    return config.model_copy(update=changes)
+    return changes
 
 
 class SimRunner:

@@ -15,7 +15,7 @@ import yaml
 
 from bench.sim import below, live
 from bench.sim.clock import DriftingClock, drift_of
-from bench.sim.live import Nics, SimRunner, SimTransport, configured
+from bench.sim.live import Nics, SimRunner, SimTransport, configured, refuse_overridden
 from bench.sim.profile import Profile
 from engine.api import Event, Failed, SourceDone, Tokens
 from engine.loop import Engine, EngineSpec
@@ -311,7 +311,7 @@ def test_clocks_are_fast_or_slow_for_life_and_never_by_more_than_the_profile_say
 @pytest.mark.parametrize("key", ["max_batch", "kv_pool_tokens", "host_pool_bytes", "disk_pool_bytes"])
 def test_what_the_profile_says_cannot_be_configured_as_well(key: str) -> None:
     terms = profile()
-    assert configured(Config.load({"host_queue_pages": 7}), terms)
+    refuse_overridden(Config.load({"host_queue_pages": 7}), terms)
     with pytest.raises(InvalidRequest) as refused:
-        configured(Config.load({key: 7 << 20}), terms)
+        refuse_overridden(Config.load({key: 7 << 20}), terms)
     assert refused.value.field == key
