@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 
 from runtime.config import Config
 from runtime.errors import InvalidRequest
 
+NOT_EPHEMERAL = range(20_000, 32_768)
+"""What Linux gives nobody who did not ask for it: a port from there is still free when a slow process binds it."""
+
+TRIES = 64
+
 
 def free_ports(host: str, count: int) -> list[int]:
     """`count` different ports nobody listens on now. They are not kept: bind soon."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((host, 0))
-        return [one.getsockname()[1] for one in sockets]
+        return [_bound(stack.enter_context(socket.socket()), host) for _ in range(count)]
+
+
+def _bound(one: socket.socket, host: str) -> int:
+    for port in random.sample(NOT_EPHEMERAL, TRIES):
+        with contextlib.suppress(OSError):
+            one.bind((host, port))
+            return port
+    one.bind((host, 0))
+    return int(one.getsockname()[1])
 
 
 def settle(listen: str, field: str) -> str:
