@@ -226,7 +226,7 @@ class KvSourceService(kvsource_pb2_grpc.KvSourceServicer):
             await asyncio.sleep(min(0.25, self._store.lease_s / 10))
             try:
                 ended = self._store.expire()
-            except Exception:
+            except Exception:  # supervises: one end that fails keeps no other lease alive
                 log.exception("the end of a hand-off failed")
                 continue
             for key in ended:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deploy import processes
-from deploy.ports import admin_addresses, free_ports, settle
+from deploy.ports import NOT_EPHEMERAL, admin_addresses, free_ports, settle
 from deploy.state import ClusterRecord, StateDir
 from runtime.config import Config
 from runtime.errors import InvalidRequest
@@ -76,7 +76,9 @@ def test_port_zero_becomes_a_real_one_and_a_taken_one_is_refused_by_its_key() ->
         with pytest.raises(InvalidRequest, match="in use") as caught:
             settle(f"127.0.0.1:{port}", "http_listen")
     assert caught.value.field == "http_listen"
-    assert len(set(free_ports("127.0.0.1", 20))) == 20
+    ports = free_ports("127.0.0.1", 20)
+    assert len(set(ports)) == 20
+    assert all(port in NOT_EPHEMERAL for port in ports), "a connection made meanwhile could take it"
 
 
 def test_every_router_process_has_an_address_for_its_metrics_and_one_alone_needs_none() -> None:
