@@ -195,10 +195,11 @@ class Model:
     id: str
     max_model_len: int
     fingerprint: str
+    vocab_size: int
 
     @classmethod
     def of(cls, wire: inference_pb2.ModelCard) -> Model:
-        return cls(wire.id, wire.max_model_len, wire.fingerprint)
+        return cls(wire.id, wire.max_model_len, wire.fingerprint, wire.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

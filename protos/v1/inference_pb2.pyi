@@ -751,11 +751,14 @@ class ModelCard(_message.Message):
     OWNED_BY_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     created: _builtins.int
     owned_by: _builtins.str
     max_model_len: _builtins.int
     fingerprint: _builtins.str
+    vocab_size: _builtins.int
+    """token ids of a prompt are below"""
     def __init__(
         self,
         *,
@@ -764,10 +767,11 @@ class ModelCard(_message.Message):
         owned_by: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
+        vocab_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "fingerprint", b"fingerprint", "id", b"id", "max_model_len", b"max_model_len", "owned_by", b"owned_by"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "fingerprint", b"fingerprint", "id", b"id", "max_model_len", b"max_model_len", "owned_by", b"owned_by", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

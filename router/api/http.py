@@ -366,6 +366,7 @@ class HttpFace:
             "created": self._created,
             "owned_by": "pdserve",
             "max_model_len": self._front.limits.context,
+            "vocab_size": self._front.limits.vocab_size,
         }
 
     async def live(self, request: web.Request) -> web.Response:

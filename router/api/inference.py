@@ -195,6 +195,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             owned_by="pdserve",
             max_model_len=self._front.limits.context,
             fingerprint=self._front.fingerprint,
+            vocab_size=self._front.limits.vocab_size,
         )
         return inference_pb2.ListModelsReply(models=[card])
 

@@ -88,7 +88,7 @@ async def test_text_and_tokens_go_both_ways(stub: Any) -> None:
     assert (await stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat))).token_ids == rendered.token_ids
     assert (await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[97, 258]))).text == "a<|im_end|>"
     models = await stub.ListModels(inference_pb2.ListModelsRequest())
-    assert [(card.id, card.max_model_len) for card in models.models] == [("oracle", 8192)]
+    assert [(card.id, card.max_model_len, card.vocab_size) for card in models.models] == [("oracle", 8192, 259)]
     assert len(models.models[0].fingerprint) == 64
 
 

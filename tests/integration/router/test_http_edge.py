@@ -247,7 +247,8 @@ async def test_text_and_tokens_go_both_ways(pair: Site) -> None:
 
 async def test_models_and_health_and_metrics(pair: Site) -> None:
     async with pair.http.get("/v1/models/oracle") as response:
-        assert (await response.json())["max_model_len"] == 8192
+        card = await response.json()
+        assert (card["max_model_len"], card["vocab_size"]) == (8192, 259)
     async with pair.http.get("/v1/models/other") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
     async with pair.http.get("/health/ready") as response:
