@@ -8,7 +8,9 @@ python -m bench transfer ...  one, with its own options
 from __future__ import annotations
 
 import ast
+import os
 import pkgutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 LIMIT_S = 900.0
 """Of one benchmark when all are run."""
+END_S = 20.0
+"""One that took too long has so long to end what it started."""
 SHORT: dict[str, list[str]] = {
     "engine": ["--rounds", "2", "--no-inductor"],
     "transfer": ["--rounds", "5"],
@@ -45,24 +49,41 @@ def main(arguments: list[str]) -> int:
             print(f"  {name:<12} {about}")
         return 0
     if not arguments or arguments == ["--short"]:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         codes = [_run(name, SHORT.get(name, []) if arguments else [], LIMIT_S) for name in known]
         return next((code for code in codes if code), 0)
     if arguments[0] not in known:
         print(f"no such benchmark: {arguments[0]} (there are: {', '.join(known)})", file=sys.stderr)
         return 2
-    return _run(arguments[0], arguments[1:], None)
+    sys.stdout.flush()
+    # in place of this process: whoever ends it must not leave the benchmark running
+    return os.execv(sys.executable, _command(arguments[0], arguments[1:]))
 
 
-def _run(name: str, arguments: list[str], limit_s: float | None) -> int:
-    if limit_s:
-        print(f"== {name}", file=sys.stderr, flush=True)
+def _run(name: str, arguments: list[str], limit_s: float) -> int:
+    print(f"== {name}", file=sys.stderr, flush=True)
+    process = subprocess.Popen(_command(name, arguments))
     try:
-        return subprocess.run(
-            [sys.executable, "-m", f"bench.{name}", *arguments], check=False, timeout=limit_s
-        ).returncode
+        return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         print(f"{name} took more than {limit_s:g} s", file=sys.stderr)
         return 124
+    finally:
+        _end(process)
+
+
+def _command(name: str, arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", f"bench.{name}", *arguments]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """One that is asked to end takes the workers it started with it."""
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench.__main__ import FOLDER, benchmarks, main
@@ -36,6 +39,27 @@ def test_a_folder_of_the_same_name_where_the_user_is_changes_nothing(tmp_path: P
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--speedup" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["policy"], []], ids=["one", "all"])
+def test_a_benchmark_ends_with_the_command_that_runs_it(arguments: list[str]) -> None:
+    """One was found an hour later, still computing."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "pdserve", "bench", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    shown = psutil.Process(command.pid)
+    while not (found := [p for p in (shown, *shown.children()) if _benchmark(p)]):
+        assert command.poll() is None, "it ended by itself"
+        time.sleep(0.02)
+    command.terminate()
+    command.wait(30)
+    assert not [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _benchmark(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(re.fullmatch(r"bench\.\w+", part) for part in process.cmdline())
+    return False
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e9", "x", ""])
