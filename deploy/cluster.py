@@ -87,9 +87,12 @@ class Cluster:
         return self._endpoints
 
     async def wait(self) -> None:
-        """Until the launcher ends, which it does only when something is wrong. Raises StartFailed."""
+        """Until somebody ends the launcher as `pdserve down` does. Raises StartFailed when it ends by anything else."""
         assert self._following is not None
+        assert self._launcher is not None
         await self._following
+        if await asyncio.to_thread(self._launcher.wait) == 0:
+            return
         raise StartFailed(f"the cluster has ended:\n{self._state.tail('launcher')}")
 
     def leave(self) -> None:
@@ -177,7 +180,7 @@ class Cluster:
         if kind == "router":
             names = tuple(event["workers"])
             self._endpoints = replace(self._endpoints, http=event["http"], grpc=event["grpc"], workers=names)
-            self._show("starting Ray" if not self._config.address else "joining Ray", dict.fromkeys(names, ""))
+            self._show(self._beginning(), dict.fromkeys(names, "") if not self._config.sim else {})
             self._placed.set()
         elif kind == "ray":
             self._endpoints = replace(self._endpoints, ray=event["address"])
@@ -186,6 +189,11 @@ class Cluster:
             self._alone.set()
         elif kind == "actor":
             self._on_actor(event)
+
+    def _beginning(self) -> str:
+        if self._config.sim:
+            return "starting simulated workers"
+        return "joining Ray" if self._config.address else "starting Ray"
 
     def _on_actor(self, event: dict[str, Any]) -> None:
         name, state = event["worker"], event["state"]
@@ -225,7 +233,8 @@ class Cluster:
             if name in records
         }
         ready = sum(text == "ready" for text in doing.values())
-        self._show(self._progress.stage, {**self._progress.workers, **doing}, ready)
+        if not self._config.sim:  # they may be hundreds, and are ready at once
+            self._show(self._progress.stage, {**self._progress.workers, **doing}, ready)
         return ready == len(wanted)
 
     def _show(self, stage: str, workers: dict[str, str], ready: int = 0) -> None:
@@ -254,12 +263,12 @@ def down(config: Config) -> list[str]:
     if record is None and not config.address:
         raise InvalidRequest("no cluster was started here", field="state_dir")
     ended: list[str] = []
-    if record is None or not record.ray_folder:
+    if record is None or record.joined:
         ended += _stop_actors(config.address or (record.ray_address if record else ""), _namespace(config, record))
     if record is not None:
         _stop_launcher(record)
         _finish(state, record, record.launcher_pid if not processes.look(record.launcher_pid) else 0)
-        ended += ["router", *(record.workers if record.ray_folder else ())]
+        ended += ["router", *(() if record.joined else record.workers)]
     return ended
 
 

@@ -160,7 +160,7 @@ def main(config: Config, router: str, metrics: str) -> int:
     actors = None
     if record is not None:
         router, metrics = record.grpc, metrics or record.metrics
-        actors = Actors.of(record, state)
+        actors = None if record.sim else Actors.of(record, state)
         config = config.model_copy(update={"registry_token": config.registry_token or record.registry_token})
     controller = Controller(config, router, metrics, actors)
     logs.setup(config, role="controller")

@@ -21,15 +21,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from bench.sim.profile import Profile
 from deploy import processes, ray_head
 from deploy.placement import WorkerSpec, child_env, local_gpus, most_workers, namespace, plan, settings_of
 from deploy.ports import admin_addresses, settle
+from deploy.simulated import Simulated
 from deploy.state import ClusterRecord, StateDir
 from deploy.supervisor import EXIT_REFUSED
 from runtime.config import Config
 from runtime.errors import PdserveError
 
 ROUTER_GRACE_S = 5.0
+SIMULATED_GRACE_S = 5.0
 RAY_GRACE_S = 3.0
 REFUSED_PAUSE_S = 1.0
 CONTROLLER_PAUSE_S = 5.0
@@ -51,7 +54,7 @@ class Launcher:
         self._controller: subprocess.Popen[bytes] | None = None
         self._controller_at = 0.0  # when to start it again
         self._ray_folder: Path | None = None
-        self._lost: list[str] = []
+        self._simulated = Simulated(config, "", state.logs)
 
     def run(self) -> int:
         """Start everything, keep the router alive, return the exit status after a clean end."""
@@ -60,6 +63,7 @@ class Launcher:
         try:
             self._start()
             self._supervise()
+            self._say(event="failed", message="it was stopped while it started")
         except (Failed, PdserveError) as error:
             self._say(event="failed", message=str(error))
             return 1
@@ -77,11 +81,15 @@ class Launcher:
         registry = config.registry or self._grpc
         specs = plan(config, registry, cores=len(os.sched_getaffinity(0)), gpus=local_gpus())
         self._router_settings = settings_of(config) | {"http_listen": self._http, "grpc_listen": self._grpc}
+        self._own_ray = not (config.address or config.sim)
+        self._ray_folder = ray_head.make_folder() if self._own_ray else None
+        self._write_record(config.address, specs)  # so that `status` and `down` find it from here on
         self._routers = [self._start_router(number) for number in range(config.routers)]
         self._say(event="router", http=self._http, grpc=self._grpc, workers=[spec.name for spec in specs])
-        address = self._start_ray(most_workers(config))
-        self._write_record(address, specs)
-        self._place(address, specs)
+        if config.sim:
+            self._simulate(registry)
+        else:
+            self._start_workers(specs)
         threading.Thread(target=self._hear_front, daemon=True).start()
 
     def _start_router(self, number: int) -> subprocess.Popen[bytes]:
@@ -91,11 +99,21 @@ class Launcher:
                 [sys.executable, "-m", "pdserve", "router"], env=env, death_signal=signal.SIGTERM, output=output
             )
 
-    def _start_ray(self, workers: int) -> str:
+    def _simulate(self, registry: str) -> None:
+        self._simulated = Simulated(self._config, registry, self._state.logs)
+        for role in self._simulated.roles:
+            self._simulated.start(role)
+
+    def _start_workers(self, specs: list[WorkerSpec]) -> None:
+        address = self._config.address
         self._env = child_env(os.environ, {})
-        if self._config.address:
-            return self._config.address
-        self._ray_folder = ray_head.make_folder()
+        if self._own_ray:
+            address = self._start_ray(most_workers(self._config))
+            self._write_record(address, specs)
+        self._place(address, specs)
+
+    def _start_ray(self, workers: int) -> str:
+        assert self._ray_folder is not None
         self._env = ray_head.environment(self._env, self._ray_folder)
         with (self._state.logs / "ray.log").open("ab") as output:
             address, self._ray = ray_head.start(self._ray_folder, self._env, workers, local_gpus(), output)
@@ -130,11 +148,12 @@ class Launcher:
                 detached=self._config.detach,
                 registry_token=self._config.registry_token,
                 metrics=",".join(filter(None, self._admins)) or self._http,
+                sim=self._config.sim,
             )
         )
 
     def _place(self, address: str, specs: list[WorkerSpec]) -> None:
-        local = not self._config.address
+        local = self._own_ray
         request = {
             "address": address,
             "namespace": namespace(self._config),
@@ -176,6 +195,7 @@ class Launcher:
                 self._settle_down()
             self._check_placer()
             self._check_ray()
+            self._check_simulated()
             self._check_router()
             self._check_controller()
 
@@ -194,6 +214,13 @@ class Launcher:
     def _check_ray(self) -> None:
         if self._ray is not None and self._ray.poll() is not None:
             raise Failed("Ray has ended")
+
+    def _check_simulated(self) -> None:
+        for role, code in self._simulated.ended():
+            if self._talking:
+                raise Failed(f"the simulated {role} workers have ended ({code}):\n{self._state.tail(role)}")
+            self._stop.wait(REFUSED_PAUSE_S)
+            self._simulated.start(role)
 
     def _check_router(self) -> None:
         for number, router in enumerate(self._routers):
@@ -218,7 +245,10 @@ class Launcher:
             self._start_controller()
 
     def _start_controller(self) -> None:
-        env = child_env(os.environ, self._router_settings | {"state_dir": str(self._state.folder)})
+        own = {"state_dir": str(self._state.folder)}
+        if self._config.sim:  # what its workers have from their profile
+            own["max_batch"] = str(Profile.load(self._config.sim).pool.max_batch)
+        env = child_env(os.environ, self._router_settings | own)
         with (self._state.logs / "controller.log").open("ab") as output:
             self._controller = processes.spawn(
                 [sys.executable, "-m", "pdserve", "controller"], env=env, death_signal=signal.SIGTERM, output=output
@@ -235,11 +265,13 @@ class Launcher:
 
     def _end(self) -> None:
         """Everything in order, then whatever is left of the session. The record goes last."""
-        for process in (self._controller, *self._routers, self._ray, self._placer):
+        simulated = self._simulated.processes()
+        for process in (self._controller, *simulated, *self._routers, self._ray, self._placer):
             if process is not None and process.poll() is None:
                 process.terminate()
         for process, grace in (
             (self._controller, 1.0),
+            *((one, SIMULATED_GRACE_S) for one in simulated),
             *((router, ROUTER_GRACE_S) for router in self._routers),
             (self._ray, RAY_GRACE_S),
             (self._placer, 1.0),

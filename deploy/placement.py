@@ -68,6 +68,8 @@ def check(config: Config) -> None:
         raise InvalidRequest("belongs to one worker; `up` names and addresses each itself", field=key)
     if config.transport == "inprocess":
         raise InvalidRequest("workers are processes of their own here: use nixl", field="transport")
+    if config.sim and config.address:
+        raise InvalidRequest("simulated workers run on this machine, without Ray", field="address")
     check_of_router(config)
     for key in WORKER_ADDRESSES:
         _check_worker_address(config, key)
@@ -157,13 +159,14 @@ def spec_of(config: Config, registry: str, name: str, role: str, *, cores: int, 
         threads=threads,
         cpus=float(max(1, threads)) if config.address else 1.0,
         gpus=_gpu_share(config, gpus, most),
-        settings={
-            **settings_of(config.model_copy(update=_ROUTERS_OWN)),
-            "role": role,
-            "worker_id": name,
-            "registry": registry,
-        },
+        settings=worker_settings(config, registry, name, role),
     )
+
+
+def worker_settings(config: Config, registry: str, name: str, role: str) -> dict[str, str]:
+    """What one worker's process is configured with."""
+    own = {"role": role, "worker_id": name, "registry": registry}
+    return settings_of(config.model_copy(update=_ROUTERS_OWN)) | own
 
 
 def _gpu_share(config: Config, gpus: int, workers: int) -> float:

@@ -39,8 +39,10 @@ def settle(listen: str, field: str) -> str:
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if not int(port):
+                return f"{host}:{_bound(probe, host.strip('[]'))}"
             probe.bind((host.strip("[]"), int(port)))
-            return f"{host}:{probe.getsockname()[1]}"
+            return listen
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "not host:port"
         raise InvalidRequest(f"cannot listen on {listen}: {why}", field=field) from None

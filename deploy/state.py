@@ -28,7 +28,7 @@ class ClusterRecord:
     launcher_start: int  # with the pid: which process, even after the pid was used again
     http: str
     grpc: str
-    ray_address: str
+    ray_address: str  # "" while ours starts, and of simulated workers
     ray_folder: str  # of a Ray started here; "" when an existing one was joined
     namespace: str
     workers: tuple[str, ...]
@@ -36,10 +36,16 @@ class ClusterRecord:
     detached: bool
     registry_token: str = ""
     metrics: str = ""  # of the routers, with commas between them
+    sim: str = ""  # the profile of simulated workers
 
     @property
     def running(self) -> bool:
         return alive(self.launcher_pid, self.launcher_start)
+
+    @property
+    def joined(self) -> bool:
+        """Whether its workers live in a Ray of somebody else, and so outlive its launcher."""
+        return bool(self.ray_address) and not self.ray_folder
 
 
 def default_folder() -> Path:

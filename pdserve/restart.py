@@ -36,6 +36,8 @@ def _found(config: Config, router: str, metrics: str) -> tuple[str, str, Actors]
         raise InvalidRequest("the Ray cluster its workers are in must be named, too", field="address")
     if record is None:
         raise InvalidRequest("no cluster was started here by `pdserve up`; name a router with --router", field="router")
+    if record.sim:
+        raise InvalidRequest("simulated workers are not replaced one by one: `pdserve down`, then `up`", field="sim")
     return record.grpc, metrics or record.metrics, Actors.of(record, state)
 
 

@@ -73,9 +73,12 @@ async def _until_one_fails(running: Awaitable[int], stopping: asyncio.Event) -> 
 
 
 def _of(config: Config, number: int) -> Config:
-    """The first worker gets the configured name and address, the others names and ports of their own."""
+    """The first worker gets the configured name and address. The others' names count on from it (worker-0, worker-1),
+    their ports are any."""
     if not number:
         return config
     host = config.listen.rpartition(":")[0]
-    name = f"{config.worker_id}-{number}" if config.worker_id else ""
+    stem, _, first = config.worker_id.rpartition("-")
+    name = f"{stem}-{int(first) + number}" if stem and first.isdecimal() else f"{config.worker_id}-{number}"
+    name = name if config.worker_id else ""
     return config.model_copy(update={"worker_id": name, "listen": f"{host}:0"})

@@ -42,10 +42,6 @@ async def refuse_unknown_model(config: Config) -> None:
 async def run(config: Config) -> int:
     """Exit status: 0 after a wished end, 1 when something failed."""
     await refuse_unknown_model(config)
-    if config.sim:
-        from pdserve import sim_up
-
-        return await sim_up.run(config)
     console = Console()
     view = ProgressView(console)
     cluster = Cluster(config, view)
@@ -78,7 +74,9 @@ def _announce(console: Console, config: Config, endpoints: Endpoints) -> None:
     lines = [
         f"HTTP  http://{endpoints.http}/v1",  # TLS is for gRPC alone
         f"gRPC  {endpoints.grpc}",
-        f"Ray   {endpoints.ray or config.address}",
+        f"{len(endpoints.workers)} simulated workers ({config.sim})"
+        if config.sim
+        else f"Ray   {endpoints.ray or config.address}",
         end,
     ]
     for line in lines:

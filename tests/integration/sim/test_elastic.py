@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,29 +15,19 @@ import pytest
 from deploy.fleet import Fleet
 from deploy.pressure import ROLES
 from runtime.config import Config
+from tests.cluster_tools import ForegroundCluster
 
-FLAGS = ["--sim=sim-h100-8b", "--prefill=2", "--decode=2", "--model=oracle", "--http-listen=127.0.0.1:0", "--elastic"]
+FLAGS = ["--sim=sim-h100-8b", "--prefill=2", "--decode=2", "--model=oracle", "--elastic"]
 QUICK = ["--elastic-dwell-s=1", "--elastic-cooldown-s=1", "--ttft-goal-s=5", "--tpot-goal-s=0.008"]
 
 
 @pytest.fixture
-def cluster() -> Iterator[tuple[str, str]]:
-    """The HTTP and the gRPC address."""
-    command = [sys.executable, "-m", "pdserve", "up", *FLAGS, *QUICK]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    found: dict[str, str] = {}
-    for line in process.stdout:
-        if match := re.match(r"(HTTP|gRPC)\s+(\S+)", line):
-            found[match[1]] = match[2]
-        if "Ctrl-C ends it" in line:
-            break
+def cluster(tmp_path: Path) -> Iterator[ForegroundCluster]:
+    running = ForegroundCluster(tmp_path, *FLAGS, *QUICK)
     try:
-        yield found["HTTP"], found["gRPC"]
+        yield running.until_ready()
     finally:
-        process.terminate()
-        process.wait(30)
-        process.stdout.close()
+        running.stop()
 
 
 @asynccontextmanager
@@ -49,7 +37,7 @@ async def asking(http: str, clients: int, prompt: int, answer: int, statuses: Co
     async def client(session: aiohttp.ClientSession, number: int) -> None:
         while not over.is_set():
             body: dict[str, Any] = {"prompt": f"{number:06d}" + "x" * (prompt - 6), "max_tokens": answer}
-            async with session.post(f"{http}/completions", json=body) as reply:
+            async with session.post(f"{http}/v1/completions", json=body) as reply:
                 await reply.read()
                 statuses[reply.status] += 1
             number += clients
@@ -81,12 +69,12 @@ def serving(pool: str, roles: Counter[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_from_prompts_to_answers_and_home_again(cluster: tuple[str, str]) -> None:
+async def test_from_prompts_to_answers_and_home_again(cluster: ForegroundCluster) -> None:
     """A pool that is cold gives a worker away, or lends one (`both`) where the rest would get hot by that: which of the
     two is a matter of the machine's speed here, and of unit tests. The needy pool has gained one either way."""
-    http, grpc = cluster
+    http = cluster.http
     statuses: Counter[int] = Counter()
-    async with Fleet(grpc, Config()) as fleet:
+    async with Fleet(cluster.record.grpc, Config()) as fleet:
         async with asking(http, 80, 8000, 1, statuses):
             await until(fleet, lambda roles: serving("prefill", roles) >= 3)
         async with asking(http, 40, 64, 300, statuses):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,42 +16,35 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy import processes
+from deploy.state import StateDir
+from tests.cluster_tools import ForegroundCluster, listening, run_pdserve, until
 from tests.unit.runtime.servers import RedisServer
+
+FLAGS = ("--sim=sim-h100-8b", "--prefill=3", "--decode=3", "--model=oracle", "--http-listen=127.0.0.1:0")
+NAMES = {f"{role}-{number}" for role in ("prefill", "decode") for number in range(3)}
 
 
 @pytest.fixture
-def cluster() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """3 prefill and 3 decode workers in two processes; the HTTP address."""
-    with up() as running:
+def cluster(tmp_path: Path) -> Iterator[ForegroundCluster]:
+    """3 prefill and 3 decode workers in two processes."""
+    with up(tmp_path) as running:
         yield running
 
 
 @contextmanager
-def up(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    flags = ["--sim=sim-h100-8b", "--prefill=3", "--decode=3", "--model=oracle", "--http-listen=127.0.0.1:0", *more]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pdserve", "up", *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    seen, url = "", ""
-    for line in process.stdout:
-        seen += line
-        found = re.search(r"http://\S+", line)
-        url = found.group(0) if found else url
-        if "Ctrl-C ends it" in line:
-            break
+def up(folder: Path, *more: str) -> Iterator[ForegroundCluster]:
+    running = ForegroundCluster(folder, *FLAGS, *more)
     try:
-        assert url, seen
-        yield process, url
+        yield running.until_ready()
     finally:
-        process.terminate()
-        process.wait(30)
+        running.stop()
 
 
-def ask(url: str, number: int) -> dict[str, object]:
+def ask(cluster: ForegroundCluster, number: int) -> dict[str, object]:
     body = {"model": "oracle", "prompt": f"{number} bottles of beer on the wall" * 20, "max_tokens": 30}
     request = urllib.request.Request(
-        f"{url}/completions",
+        f"{cluster.http}/v1/completions",
         json.dumps({**body, "return_ledger": True}).encode(),
         {"content-type": "application/json"},
     )
@@ -60,22 +52,80 @@ def ask(url: str, number: int) -> dict[str, object]:
         return dict(json.load(answer))
 
 
-def test_a_router_over_simulated_workers_answers_through_pairs_and_ends_on_ctrl_c(
-    cluster: tuple[subprocess.Popen[str], str],
-) -> None:
-    process, url = cluster
+def test_a_router_over_simulated_workers_answers_through_pairs_and_ends_on_ctrl_c(cluster: ForegroundCluster) -> None:
     with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda number: ask(url, number), range(24)))
+        answers = list(pool.map(lambda number: ask(cluster, number), range(24)))
     ledgers = [answer["ledger"] for answer in answers]
     assert all(isinstance(ledger, dict) for ledger in ledgers)
     pairs = {(ledger["prefill_worker"], ledger["decode_worker"]) for ledger in ledgers}  # type: ignore[index]
-    assert len({prefill for prefill, _ in pairs}) == 3
-    assert len({decode for _, decode in pairs}) == 3
+    assert {name for pair in pairs for name in pair} == NAMES
     assert all(ledger["transport"] in ("sim", "") for ledger in ledgers)  # type: ignore[index]
     usage = [answer["usage"] for answer in answers]
     assert all(entry["completion_tokens"] == 30 for entry in usage)  # type: ignore[index]
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    cluster.front.send_signal(signal.SIGINT)
+    assert cluster.front.wait(30) == 0
+    assert cluster.state.read() is None
+
+
+def test_the_other_commands_find_it_with_keys_and_all(tmp_path: Path) -> None:
+    """With API keys the registry wants a token, which only the record has."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"{'ab' * 32}: {{tenant: acme}}\n")
+    with up(tmp_path, f"--api-keys-file={keys}") as cluster:
+        assert {one["worker"] for one in cluster.status()["workers"]} == NAMES
+        chat = run_pdserve("chat", *cluster.flags, input="hello\n")
+        assert "key" in chat.stderr, "it found the router, which wants a key"
+        restart = run_pdserve("restart", *cluster.flags)
+        assert (restart.returncode, "not replaced one by one" in restart.stderr) == (2, True)
+        second = run_pdserve("up", *FLAGS, *cluster.flags)
+        assert (second.returncode, "state_dir" in second.stderr) == (2, True)
+        session, address = cluster.record.launcher_pid, cluster.record.http
+        down = run_pdserve("down", *cluster.flags)
+        assert set(down.stdout.strip().removeprefix("ended: ").split(", ")) == {"router", *NAMES}
+        assert cluster.front.wait(30) == 0, "an end that somebody wished"
+        assert processes.session_members(session) == []
+        assert not listening(address)
+
+
+def test_detached_it_outlives_its_command_and_ends_with_down(tmp_path: Path) -> None:
+    state = f"--state-dir={tmp_path}/state"
+    done = run_pdserve("up", "--detach", *FLAGS, state)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = StateDir(tmp_path / "state").read()
+    assert record is not None
+    assert run_pdserve("status", state).returncode == 0
+    assert run_pdserve("down", state).returncode == 0
+    assert processes.session_members(record.launcher_pid) == []
+    assert run_pdserve("down", state).returncode == 2, "there is nothing any more"
+
+
+@pytest.mark.parametrize("victim", ["front", "launcher"])
+def test_a_kill_leaves_nothing(cluster: ForegroundCluster, victim: str) -> None:
+    record = cluster.record
+    os.kill(cluster.front.pid if victim == "front" else record.launcher_pid, signal.SIGKILL)
+    until(lambda: not processes.session_members(record.launcher_pid), 20, "the end of the processes")
+    until(lambda: cluster.state.read() is None, 20, "the end of the record")
+    assert not listening(record.http)
+
+
+def test_workers_that_were_killed_are_started_again(cluster: ForegroundCluster) -> None:
+    before = {one["worker"]: one["pid"] for one in cluster.status()["workers"]}
+    os.kill(before["decode-0"], signal.SIGKILL)
+
+    def back() -> bool:
+        now = {one["worker"]: one["pid"] for one in cluster.status()["workers"] if one["state"] == "ready"}
+        return now.keys() == before.keys() and now["decode-0"] != before["decode-0"]
+
+    until(back, 30, "the return of the decode workers")
+    assert ask(cluster, 1)["usage"]["completion_tokens"] == 30  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("flags", "key"), [(["--address=127.0.0.1:1"], "address")])
+def test_what_it_cannot_do_is_refused_before_anything_starts(flags: list[str], key: str, tmp_path: Path) -> None:
+    done = run_pdserve("up", *FLAGS, *flags, f"--state-dir={tmp_path}/state")
+    assert done.returncode == 2
+    assert key in done.stderr
+    assert (done.stdout, list(tmp_path.iterdir())) == ("", [])
 
 
 @pytest.mark.slow
@@ -83,15 +133,16 @@ def test_two_router_processes_are_one_door(tmp_path: Path) -> None:
     redis = RedisServer(tmp_path)
     redis.start()
     try:
-        with up("--routers=2", f"--registry={redis.url}", "--policy=predicted") as (process, url):
+        with up(tmp_path, "--routers=2", f"--registry={redis.url}", "--policy=predicted") as cluster:
             with ThreadPoolExecutor(12) as pool:
-                answers = list(pool.map(lambda number: ask(url, number), range(48)))
+                answers = list(pool.map(lambda number: ask(cluster, number), range(48)))
             assert all(answer["usage"]["completion_tokens"] == 30 for answer in answers)  # type: ignore[index]
-            routers = [one for one in psutil.Process(process.pid).children() if one.cmdline()[-1] == "router"]
+            launcher = psutil.Process(cluster.record.launcher_pid)
+            routers = [one for one in launcher.children() if one.cmdline()[-1] == "router"]
             assert len(routers) == 2
             assert all(busy(one) for one in routers), "both had connections"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+            cluster.front.send_signal(signal.SIGINT)
+            assert cluster.front.wait(60) == 0
     finally:
         redis.kill()
 
