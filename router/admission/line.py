@@ -7,10 +7,11 @@ found room at once is charged like one that waited.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-from router.admission.admission import Admission, Ask, Limits
+from router.admission.admission import PRIORITY_STEP_S, Admission, Ask, Limits
 from router.admission.admission import Config as AdmissionConfig
 from router.admission.tenants import Tenant
 from runtime.clock import Clock
@@ -36,6 +37,10 @@ class Line:
         }
         self._admission = Admission(AdmissionConfig(max_waiting=max(limit, 1)), limits)
         self._turns: dict[str, asyncio.Event] = {}
+        self._asks: dict[str, Ask] = {}  # of those who wait
+        self._dues: dict[str, float] = {}  # of prompts at workers, as these are told
+        self._pace_s = 0.0  # smoothed seconds between two that left for a worker while somebody waited
+        self._left_at: float | None = None
         self._short_s = 0.0
         self._short_from: float | None = None
 
@@ -54,7 +59,13 @@ class Line:
             self._admission.enter(ask, self._now())
         except PdserveError:  # its tenant's bucket ran dry while it was placed: it is placed all the same
             return
+        self._start(ask)
+
+    def _start(self, ask: Ask) -> None:
         self._admission.start(ask.request_id, self._now())
+        told = self._admission.told(ask.tenant, ask.request_id)
+        if told is not None:
+            self._dues[ask.request_id] = told
 
     @asynccontextmanager
     async def place(self, ask: Ask) -> AsyncIterator[Place]:
@@ -64,13 +75,16 @@ class Line:
                 "too many requests wait already", reason="queue_full", limit="0 requests", retry_after_ms=RETRY_AFTER_MS
             )
         self._admission.enter(ask, self._now())
-        turn = self._turns[ask.request_id] = asyncio.Event()
+        if not self._asks:
+            self._left_at = self._now()
+        turn, self._asks[ask.request_id] = asyncio.Event(), ask
+        self._turns[ask.request_id] = turn
         place = Place(self, ask.request_id, turn)
         self.call_next()
         try:
             yield place
         finally:
-            del self._turns[ask.request_id]
+            del self._turns[ask.request_id], self._asks[ask.request_id]
             self._admission.leave(ask.request_id)
             if not len(self):
                 self.short(False)
@@ -81,7 +95,33 @@ class Line:
         return head is not None and head.request_id == request_id
 
     def placed(self, request_id: str) -> None:
-        self._admission.start(request_id, self._now())
+        self._start(self._asks[request_id])
+        now = self._now()
+        if self._left_at is not None:
+            self._pace_s += (0.1 if self._pace_s else 1.0) * (now - self._left_at - self._pace_s)
+        self._left_at = now
+
+    def wait_s(self, ask: Ask, than: float) -> float:
+        """Seconds until those have left that are sure to be before `ask` in line: its tenant's that are due sooner. By
+        how fast they leave of late, or what the first has waited already. Counted only when it may be more than
+        `than`."""
+        if not self._asks:
+            return 0.0
+        pace_s = self._pace_s
+        if self._left_at is not None and self._pace_s:
+            pace_s = max(pace_s, min(self._now() - self._left_at, 10.0 * pace_s))
+        if len(self._asks) * pace_s <= than:
+            return 0.0
+        mine = (ask.due + PRIORITY_STEP_S * ask.priority, ask.arrived)
+        before = sum(
+            other.tenant == ask.tenant and (other.due + PRIORITY_STEP_S * other.priority, other.arrived) < mine
+            for other in self._asks.values()
+        )
+        return before * pace_s
+
+    def last_due(self) -> float:
+        """Of the prompts at workers."""
+        return max(self._dues.values(), default=-math.inf)
 
     def short(self, now: bool) -> None:
         """What its first has found: no room anywhere, or workers that are only busy."""
@@ -103,10 +143,12 @@ class Line:
 
     def computed(self, request_id: str) -> None:
         """Its first token is there. Idempotent."""
+        self._dues.pop(request_id, None)
         self._admission.computed(request_id)
 
     def over(self, request_id: str, *, prefill_s: float = 0.0, moved: float = 0.0, token_seconds: float = 0.0) -> None:
         """The request has ended, having used so much. Idempotent."""
+        self._dues.pop(request_id, None)
         self._admission.used(request_id, prefill_s=prefill_s, moved=moved, token_seconds=token_seconds)
         self._admission.over(request_id)
         self.call_next()  # what it has used is charged: it may be another tenant's turn

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 
 from router.admission.admission import Ask
 from router.admission.line import Line
@@ -22,6 +22,7 @@ from router.policy.refusals import Refusals
 from router.policy.view import Nobody, Wait
 from router.request import Work
 from router.workers.breaker import Breakers
+from router.workers.deadlines import SURE
 from router.workers.fleet import Fleet
 from router.workers.planner import Plan, Planner, Standing
 from runtime.clock import Clock
@@ -130,7 +131,8 @@ class Booking:
         DeadlineExceeded and InvalidRequest."""
         ask = self._ask(wish.work)
         if wish.patience_s is None:
-            self.line.check(ask)
+            late_s = self._too_late_s(wish, ask)
+            self.line.check(replace(ask, first_token_s=late_s) if late_s else ask)
             if not self.line:
                 choice = await self._round(wish)
                 if isinstance(choice, Choice):
@@ -174,6 +176,15 @@ class Booking:
             tokens=work.most_tokens,
         )
 
+    def _too_late_s(self, wish: Wish, ask: Ask) -> float:
+        """When its first token can be there, if that is surely past its deadline; else 0: nobody computes for that."""
+        left_s = ask.deadline - self._now()
+        seconds = SURE * self.line.wait_s(ask, left_s / SURE)
+        if seconds > left_s:
+            return seconds
+        due = self.line.due(ask)
+        return self._planner.too_late_s(wish.work, wish.tokens, due, left_s, lambda: due >= self.line.last_due())
+
     # waiting
 
     async def _wait(self, wish: Wish, ask: Ask) -> Choice:
@@ -184,6 +195,8 @@ class Booking:
                 if not await place.turn(max(left, LOOK_S)):
                     continue
                 change = self._fleet.changed_event()
+                if self._too_late_s(wish, ask):
+                    raise DeadlineExceeded("the deadline cannot be met", reason="deadline_unmeetable")
                 found = await self._round(wish)
                 if isinstance(found, Choice):
                     self.line.short(False)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import grpc
 import structlog
@@ -34,6 +35,7 @@ from router.request import Work
 from router.shared.cache_wire import batch_of
 from router.shared.index import SharedIndex
 from router.shared.others import Others
+from router.workers.deadlines import SURE, too_late_s
 from router.workers.worker import Worker
 from runtime.clock import Clock
 from runtime.config import Config
@@ -182,11 +184,35 @@ class Planner:
 
     def busy(self, hold_s: float) -> bool:
         """Every prefill worker has more than this to do. `predicted` answers that by itself, for each request."""
-        if not hold_s or not self._pace_s or self._policy.name == "predicted":
-            return False
-        states = [worker.state() for worker in self._workers()]
-        loads = [state.prefill_load for state in states if state.usable and state.role is not Role.DECODE]
-        return bool(loads) and min(loads) * self._pace_s > hold_s
+        return bool(hold_s) and self._policy.name != "predicted" and self._all_have(hold_s) > 0.0
+
+    def _all_have(self, seconds: float) -> float:
+        """The least any prefill worker has to do, by the mean pace, if that is more than `seconds`; else 0."""
+        least = math.inf
+        for worker in self._workers() if self._pace_s else ():
+            state = worker.state()
+            if state.usable and state.role is not Role.DECODE:
+                least = min(least, state.prefill_load * self._pace_s)
+                if least <= seconds:
+                    return 0.0
+        return least if least < math.inf else 0.0
+
+    def too_late_s(
+        self, work: Work, tokens: tuple[int, ...], due: float, left_s: float, is_last: Callable[[], bool]
+    ) -> float:
+        """Seconds until the first token, if that is surely more than `left_s`; else 0. is_last: whether all prompts at
+        workers are due sooner, which matters where nobody books who is where."""
+        if self._policy.name != "predicted":
+            wait_s = SURE * self._all_have(left_s / SURE)
+            return wait_s if wait_s and is_last() else 0.0
+        now = self._clock.monotonic()
+        views = (self.others.corrected(view, worker.load, now) for worker, view in self._known())
+        cached = partial(self._most_cached, work, tokens)
+        return too_late_s(views, self.speeds, len(tokens), due, left_s, now, cached)
+
+    def _most_cached(self, work: Work, tokens: tuple[int, ...]) -> int:
+        keys = PromptKeys(root(work.salt, self._model, self._revision), tokens)
+        return max((hit.kv for hit in self.index.match(keys, expected=True).values()), default=0)
 
     def plan(
         self,
@@ -218,6 +244,15 @@ class Planner:
         """One per usable worker, with the role it may be given; the account is shared with the ledger's, unless other
         routers have something there."""
         views = []
+        for worker, view in self._known():
+            role = allowed(worker.id, view.role)
+            if role is not None:
+                seen = self.others.corrected(view, worker.load, now)
+                views.append(seen if role is view.role else replace(seen, role=role))
+        return views
+
+    def _known(self) -> Iterator[tuple[Worker, WorkerView]]:
+        """Usable workers, and the ledger's view of each."""
         for worker in self._workers():
             view = self.ledger.view(worker.id)
             if view is None or worker.role is None or not worker.usable:
@@ -225,11 +260,7 @@ class Planner:
             view.role, view.group = worker.role, worker.group
             view.kv_tokens, view.slots = worker.room()
             view.fetches = self._config.prefix_fetches if worker.can("prefix_source") else 0
-            role = allowed(worker.id, worker.role)
-            if role is not None:
-                seen = self.others.corrected(view, worker.load, now)
-                views.append(seen if role is worker.role else replace(seen, role=role))
-        return views
+            yield worker, view
 
     def _request(self, work: Work, tokens: tuple[int, ...], place: Standing) -> RequestView:
         now, config = self._clock.monotonic(), self._config

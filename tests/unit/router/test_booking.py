@@ -29,7 +29,7 @@ class Busy(Booking):
 
     def __init__(self, timeout_s: float) -> None:
         fleet = SimpleNamespace(changed_event=asyncio.Event)
-        planner = SimpleNamespace(speeds=Speeds(), busy=lambda hold_s: True)
+        planner = SimpleNamespace(speeds=Speeds(), busy=lambda hold_s: True, too_late_s=lambda *_: 0.0)
         config = Config().model_copy(update={"queue_timeout_s": timeout_s})
         super().__init__(cast(Any, fleet), cast(Any, planner), config, FakeClock(), Metrics())
         self.looks = 0
@@ -83,7 +83,7 @@ async def test_one_whose_deadline_passes_while_it_is_held_hears_that_and_not_tha
 
 async def test_a_role_that_is_not_there_is_named_at_once_although_the_other_is_busy() -> None:
     fleet = SimpleNamespace(states=list, workers=list)
-    planner = SimpleNamespace(speeds=Speeds(), busy=lambda hold_s: True)
+    planner = SimpleNamespace(speeds=Speeds(), busy=lambda hold_s: True, too_late_s=lambda *_: 0.0)
     made = Booking(cast(Any, fleet), cast(Any, planner), Config(), FakeClock(), Metrics())
     with pytest.raises(Saturated) as refused:
         await asyncio.wait_for(made.book(wish("r")), 5)
