@@ -5,11 +5,13 @@ the hit has made it the most recent there is. It is spent, and so are the states
 tier spent states make way first, and none is copied down. Until then they can be resumed like any other.
 
 A state that is shared is never spent. It is shared at its second sighting: a second request resumes it, a second page
-is known to follow its own, or it was made where prompts part. That is remembered by name, longer than the state lives.
+is known to follow its own, or it was made where prompts part. That is remembered by name, longer than the state lives;
+of states on disk it is written down there (see engine.tiers.notes).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,16 +19,29 @@ from dataclasses import dataclass
 BOUND = 1 << 16
 """States remembered; the longest untouched are forgotten, and count as neither shared nor spent."""
 
+NOBODY = bytes(8)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is remembered of a state. maker: the request that left it. before: the state that one had resumed, or left
+    just before. resumed: who has gone on from it. Requests by a digest of their name, NOBODY = none is known."""
+
+    maker: bytes = NOBODY
+    before: bytes | None = None
+    resumed: bytes = NOBODY
+    shared: bool = False
+    spent: bool = False
+
 
 @dataclass(slots=True)
 class _Line:
-    """key: of the page it hangs on. maker: the request that left it. before: the state that one had resumed, or left
-    just before. resumed: who has gone on from it."""
+    """See Line. key: of the page it hangs on."""
 
     key: bytes
-    maker: str = ""
+    maker: bytes = NOBODY
     before: bytes | None = None
-    resumed: str = ""
+    resumed: bytes = NOBODY
     shared: bool = False
     spent: bool = False
 
@@ -36,10 +51,12 @@ class _Line:
 
 class Successors:
     """ways: how many different pages are known to follow the one under a key. Names are those of states.state_id;
-    requests go by any name of theirs that lasts through retries."""
+    requests go by any name of theirs that lasts through retries. changed: told the name of a state of which something
+    new may be remembered."""
 
     def __init__(self, ways: Callable[[bytes], int] = lambda _: 1, bound: int = BOUND) -> None:
         self.ways = ways
+        self.changed: Callable[[bytes], None] = lambda _: None
         self._bound = bound
         self._lines: OrderedDict[bytes, _Line] = OrderedDict()
 
@@ -48,44 +65,71 @@ class Successors:
         line = self._lines.get(name)
         return line is not None and line.spent
 
+    def key(self, name: bytes) -> bytes | None:
+        """Of the page this state hangs on, if anything is remembered of it."""
+        line = self._lines.get(name)
+        return line.key if line is not None else None
+
+    def line(self, name: bytes) -> Line | None:
+        line = self._lines.get(name)
+        return Line(line.maker, line.before, line.resumed, line.shared, line.spent) if line is not None else None
+
+    def restore(self, name: bytes, key: bytes, line: Line) -> None:
+        """As an earlier process knew it, the longest untouched first."""
+        self._lines[name] = _Line(key, line.maker, line.before, line.resumed, line.shared, line.spent)
+        self._forget()
+
     def resumed(self, name: bytes, key: bytes, by: str) -> None:
         """A request goes on from this state."""
-        line = self._line(name, key)
-        if by == line.maker:  # it lost its memory, and comes back to its own
+        line, who = self._line(name, key), _digest(by)
+        if who == line.maker:  # it lost its memory, and comes back to its own
             return
-        if line.resumed not in ("", by):
+        if line.resumed not in (NOBODY, who):
             line.share()
-        line.resumed = by
+        line.resumed = who
+        self.changed(name)
 
     def left(self, name: bytes, key: bytes, by: str, before: bytes | None, *, junction: bool = False) -> None:
         """A request has left this state, deeper than the one it came by before. junction: where prompts may part."""
-        line = self._line(name, key)
-        line.maker = line.maker or by
+        line, who = self._line(name, key), _digest(by)
+        if line.maker == NOBODY:
+            line.maker = who
         if before != name:
             line.before = line.before or before
         if junction:
             line.share()
+        self.changed(name)
         came_by = self._lines.get(before) if before is not None and before != name else None
-        if came_by is not None and came_by.resumed == by:
-            self._spend(came_by, by)
+        if came_by is not None and came_by.resumed == who:
+            self._spend(before, who)
 
-    def _spend(self, line: _Line | None, by: str) -> None:
+    def _spend(self, name: bytes | None, by: bytes) -> None:
         """It and what its line left before: as far as nobody else has gone on from there."""
-        while line is not None and not line.shared and not line.spent:
-            if line.resumed not in ("", by):
+        while name is not None:
+            line = self._lines.get(name)
+            if line is None or line.shared or line.spent or line.resumed not in (NOBODY, by):
                 return
-            if self.ways(line.key) > 1:
+            parted = self.ways(line.key) > 1
+            if parted:
                 line.share()
-                return
-            line.spent = True
-            line = self._lines.get(line.before) if line.before is not None else None
+            else:
+                line.spent = True
+            self.changed(name)
+            name = None if parted else line.before
 
     def _line(self, name: bytes, key: bytes) -> _Line:
         line = self._lines.get(name)
         if line is None:
             line = self._lines[name] = _Line(key)
-            if len(self._lines) > self._bound:
-                self._lines.popitem(last=False)
+            self._forget()
         else:
             self._lines.move_to_end(name)
         return line
+
+    def _forget(self) -> None:
+        if len(self._lines) > self._bound:
+            self._lines.popitem(last=False)
+
+
+def _digest(request: str) -> bytes:
+    return hashlib.blake2b(request.encode(), digest_size=len(NOBODY)).digest()

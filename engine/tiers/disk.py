@@ -67,7 +67,7 @@ class Disk(Protocol):
         ...
 
     def note(self, drops: Iterable[bytes], hints: Iterable[tuple[bytes, Hint]]) -> None:
-        """What has left, and how long what is here is worth keeping."""
+        """What has left, and what is said of what is here."""
         ...
 
     def read(self, pairs: Sequence[Pair], sums: Sequence[Sums]) -> int:
@@ -191,7 +191,7 @@ def _usable(found: Found, count: int, states: int) -> Found:
         if fits and 0 < state.slot <= states and state.slot not in slots:
             kept.states[state.name] = state
             slots.add(state.slot)
-    kept.hints = {key: found.hints[key] for key in kept.puts if key in found.hints}
+    kept.hints = found.hints_of(kept.puts, kept.states)
     return kept
 
 

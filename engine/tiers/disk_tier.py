@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.pages import SlotPool
 from engine.prefix_cache import PrefixCache
 from engine.retention import Retained
+from engine.successors import Successors
 from engine.tiers.cost import Costs
 from engine.tiers.disk import Disk
 from engine.tiers.disk_states import DiskStates
-from engine.tiers.hints import Hints
 from engine.tiers.index import Entry, TierIndex
 from engine.tiers.journal import Found
+from engine.tiers.notes import Hints, Lines, Notebook
 from engine.tiers.policy import Order
 from engine.tiers.pool import Mover
 from engine.tiers.spill import Spill
@@ -34,6 +36,7 @@ class Upper:
     states: HostStates
     cache: PrefixCache
     retained: Retained
+    successors: Successors
 
 
 class DiskTier:
@@ -63,7 +66,8 @@ class DiskTier:
         self.jobs = 0
         self._disk, self._upper = disk, upper
         self._costs, self._counts, self._gone = costs, counts, gone
-        self._hints = Hints(retained, self.index.__contains__, now, wall)
+        hints = Hints(retained, self.index.__contains__, now, wall)
+        self._notes = Notebook(hints, Lines(upper.successors, self.states, now))
         page_bytes = mover.item_bytes(True)
         self.staging = Staging(
             disk,
@@ -84,7 +88,7 @@ class DiskTier:
             self.states,
             host,
             host_states,
-            self._hints,
+            self._notes,
             counts,
             page_bytes,
             queue_pages,
@@ -99,7 +103,7 @@ class DiskTier:
 
     def _restore(self, found: Found) -> None:
         """What an earlier process of this worker has left."""
-        self._hints.restore(found.hints)
+        self._notes.restore(found)
         if not found.puts:  # and so no state
             return
         pages, slots = self.index.pool.allocate(self._disk.count), self.slots.allocate(self._disk.states)
@@ -154,15 +158,16 @@ class DiskTier:
 
     def _left(self, keys: Sequence[bytes]) -> None:
         self._spill.left(keys)
-        self._hints.forget(keys)
+        self._notes.hints.forget(keys)
         self._gone(keys)
 
     def _state_left(self, name: bytes) -> None:
         self._spill.left([name])
+        self._notes.lines.forget([name])
 
     def _ranked(self, key: bytes, rank: int) -> None:
         self.index.ranked(key, rank)
-        self._hints.changed(key)
+        self._notes.hints.changed(key)
 
     def _submit(self, urgency: Urgency, run: Callable[[], object], done: Callable[..., None]) -> None:
         self.jobs += 1
@@ -184,6 +189,10 @@ class DiskTier:
         self._spill.end()
         self.lane.close()
         self._conclude()
+        drops, hints = self._spill.rest()
+        if drops or hints:
+            with contextlib.suppress(OSError):  # no room: they are lost
+                self._disk.note(drops, hints)
         self._disk.close()
 
     def check(self, has: Callable[[bytes], bool]) -> None:

@@ -1,10 +1,10 @@
 """The index of a disk tier: an append-only file of checksummed records, and what is intact of it after a crash.
 
-A record says that a file slot holds the page of a key, or a state, (put), or does so no more (drop), or how long a
-key is worth keeping (hint). A put is appended after its bytes were written, a drop before its slot is written again. So
-whatever moment a process is killed at, every put that can be read stands for bytes that were whole; and their own
-checksums are compared when they are read, in case the machine and not the process went down. Reading stops at the
-first record that is torn; what is behind it never counted.
+A record says that a file slot holds the page of a key, or a state, (put), or does so no more (drop), how long a key is
+worth keeping (hint), or who has gone on from a state (line). A put is appended after its bytes were written, a drop
+before its slot is written again. So whatever moment a process is killed at, every put that can be read stands for bytes
+that were whole; and their own checksums are compared when they are read, in case the machine and not the process went
+down. Reading stops at the first record that is torn; what is behind it never counted.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.successors import Line
 from engine.tiers.pool import Sums
 from kvtransfer.types import PAGE_TOKENS
 
 _MAGIC = b"pdserve-disk-2\0\0"
-_PUT, _DROP, _STATE, _HINT = 1, 2, 3, 4
+_PUT, _DROP, _STATE, _HINT, _LINE = 1, 2, 3, 4, 5
 _HEAD = struct.Struct("<B32s")  # kind, key (of a state: its name); then one of these, then CRC-32
 _PAGE = struct.Struct("<B32sQI")  # has parent, parent, slot, depth; then sums
 _TAIL = PAGE_TOKENS - 1
 _ON = struct.Struct(f"<32sQQdBB{_TAIL}I")  # page key, slot, length, saving, has partial page, tail's length, tail
 _KEPT = struct.Struct("<hdH")  # priority, end, session's length; then session
+_PAST = struct.Struct("<8s8sBBB32s")  # maker, resumed, shared, spent, has before, before: see engine.successors
 _CRC = struct.Struct("<I")
 REWRITE_BYTES = 1 << 20
 """A log this long, and twice as long as when it was last written anew, is written anew."""
@@ -58,16 +60,29 @@ class StatePut:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """See engine.retention. ends: wall clock, in seconds; infinite = never."""
+    """What is said of a page or state that is here: it orders eviction and promises nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Hint):
+    """Of a page, see engine.retention. ends: wall clock, in seconds; infinite = never."""
 
     priority: int
     ends: float
     session: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Past(Hint):
+    """Of a state, see engine.successors."""
+
+    line: Line
+
+
 @dataclass(slots=True)
 class Found:
-    """What an index says. Later records come later in each."""
+    """What an index says. Later records come later in each, a state that was resumed since as if it had been put then.
+    Hints go with the page or state they are of."""
 
     puts: dict[bytes, Put] = field(default_factory=dict)
     states: dict[bytes, StatePut] = field(default_factory=dict)
@@ -76,6 +91,11 @@ class Found:
     def forget(self, key: bytes) -> None:
         for known in (self.puts, self.states, self.hints):
             known.pop(key, None)
+
+    def hints_of(self, puts: Iterable[bytes], states: Iterable[bytes]) -> dict[bytes, Hint]:
+        """What is said of these, in their order."""
+        kept = {key: self.hints[key] for key in puts if isinstance(self.hints.get(key), Keep)}
+        return kept | {name: self.hints[name] for name in states if isinstance(self.hints.get(name), Past)}
 
 
 class Journal:
@@ -138,6 +158,14 @@ class Journal:
     ) -> list[bytes]:
         return [*map(self._put_record, puts), *map(self._state_record, states), *map(self._hint_record, hints)]
 
+    def _all_records(self, found: Found) -> list[bytes]:
+        """Each state with what is said of it, so that their order stays."""
+        kept = [(key, hint) for key, hint in found.hints.items() if key not in found.states]
+        records = self._records(found.puts.values(), (), kept)
+        for name, state in found.states.items():
+            records += self._records((), [state], [(name, found.hints[name])] if name in found.hints else ())
+        return records
+
     def _put_record(self, put: Put) -> bytes:
         body = _PAGE.pack(put.parent is not None, put.parent or bytes(32), put.slot, put.depth)
         return _sealed(_PUT, put.key, body + self._sums.pack(*put.sums))
@@ -151,6 +179,12 @@ class Journal:
     @staticmethod
     def _hint_record(one: tuple[bytes, Hint]) -> bytes:
         key, hint = one
+        if isinstance(hint, Past):
+            line = hint.line
+            before = line.before or bytes(32)
+            body = _PAST.pack(line.maker, line.resumed, line.shared, line.spent, line.before is not None, before)
+            return _sealed(_LINE, key, body)
+        assert isinstance(hint, Keep)
         return _sealed(_HINT, key, _KEPT.pack(hint.priority, hint.ends, len(hint.session)) + hint.session)
 
     @staticmethod
@@ -170,7 +204,7 @@ class Journal:
             self._take(data[at : at + size - _CRC.size], found)
             at += size
         self.torn, self._intact = len(data) - at, at
-        found.hints = {key: hint for key, hint in found.hints.items() if key in found.puts}
+        found.hints = found.hints_of(found.puts, found.states)
         return found
 
     def _whole(self, data: bytes, at: int) -> int:
@@ -186,7 +220,8 @@ class Journal:
             size += _KEPT.size + _KEPT.unpack_from(data, head)[2]
         else:
             page = self._sums.size
-            bodies = {_PUT: _PAGE.size + page, _DROP: 0, _STATE: _ON.size + self._slot_sums.size + page}
+            state = _ON.size + self._slot_sums.size + page
+            bodies = {_PUT: _PAGE.size + page, _DROP: 0, _STATE: state, _LINE: _PAST.size}
             if kind not in bodies:
                 return 0
             size += bodies[kind]
@@ -200,7 +235,14 @@ class Journal:
         body = record[_HEAD.size :]
         if kind == _HINT:
             priority, ends, length = _KEPT.unpack_from(body)
-            found.hints[key] = Hint(priority, ends, body[_KEPT.size : _KEPT.size + length])
+            found.hints[key] = Keep(priority, ends, body[_KEPT.size : _KEPT.size + length])
+            return
+        if kind == _LINE:
+            maker, resumed, shared, spent, led, before = _PAST.unpack(body)
+            line = Line(maker, before if led else None, resumed, bool(shared), bool(spent))
+            found.hints[key] = Past(line)
+            if key in found.states and not line.spent:  # it was resumed
+                found.states[key] = found.states.pop(key)
             return
         found.forget(key)
         if kind == _PUT:
@@ -232,8 +274,7 @@ class Journal:
         fresh = self._path.with_suffix(".new")
         fd = os.open(fresh, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            records = self._records(found.puts.values(), found.states.values(), found.hints.items())
-            _write(fd, self._header + b"".join(records))
+            _write(fd, self._header + b"".join(self._all_records(found)))
             fresh.replace(self._path)
         except OSError:
             os.close(fd)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from engine.pages import PageHold
 from engine.tiers.disk import Disk, HostItem
 from engine.tiers.disk_states import DiskStates
-from engine.tiers.hints import Hints
 from engine.tiers.index import Entry, TierIndex
-from engine.tiers.journal import Put, StatePut
+from engine.tiers.journal import Hint, Put, StatePut
+from engine.tiers.notes import Notebook
 from engine.tiers.states import HostStates, TierState
 from engine.tiers.stats import Counts
 
@@ -33,7 +33,7 @@ class Spill:
         states: DiskStates,
         host: TierIndex,
         host_states: HostStates,
-        hints: Hints,
+        notes: Notebook,
         counts: Counts,
         page_bytes: int,
         queue_pages: int,
@@ -44,7 +44,7 @@ class Spill:
     ) -> None:
         self._disk, self._index, self._states = disk, index, states
         self._host, self._host_states = host, host_states
-        self._hints, self._counts = hints, counts
+        self._notes, self._counts = notes, counts
         self._page_bytes, self._queue_pages = page_bytes, queue_pages
         self._queue_states = max(1, queue_pages * page_bytes // disk.place_bytes)
         self._submit, self._has, self._published, self._moved = submit, has, published, moved
@@ -71,10 +71,10 @@ class Spill:
             self._more_states()
 
     def note(self, *, now: bool = False) -> None:
-        """Write down hints that have waited long enough, or all that is to be written down."""
-        if self._hints.pressing or (now and (self._drops or self._hints.waiting)):
+        """Write down notes that have waited long enough, or all that is to be written down."""
+        if self._notes.pressing or (now and (self._drops or self._notes.waiting)):
             drops, self._drops = self._drops, []
-            hints = self._hints.take()
+            hints = self._notes.take()
 
             def done(_: None, error: Exception | None, seconds: float) -> None:
                 if error is not None:
@@ -86,6 +86,10 @@ class Spill:
         """Write down what is to be, and begin nothing any more: what waits is on the host alone and goes with it."""
         self.note(now=True)
         self._queue_pages = self._queue_states = 0
+
+    def rest(self) -> tuple[list[bytes], list[tuple[bytes, Hint]]]:
+        """What is left to be written down after that, of what was on its way: (drops, hints)."""
+        return self._drops, self._notes.take()
 
     # --- pages ----------------------------------------------------------------------------------------------------
 
@@ -117,7 +121,7 @@ class Spill:
         puts = [Put(e.key, e.parent, s, e.depth, e.sums) for e, s in zip(batch, slots, strict=True)]
         pairs = list(zip(slots, hosts, strict=True))
         drops, self._drops = self._drops, []
-        hints = self._hints.take(put.key for put in puts)
+        hints = self._notes.take(put.key for put in puts)
 
         def done(_: None, error: Exception | None, seconds: float) -> None:
             self._writing.difference_update(put.key for put in puts)
@@ -138,8 +142,10 @@ class Spill:
         """Unless its parent is nowhere any more."""
         if put.parent is not None and not self._has(put.parent):
             self._drops.append(put.key)
+            self._notes.hints.forget([put.key])
             return
         self._index.add(Entry(put.key, put.slot, put.parent, put.depth, put.sums))
+        self._notes.hints.changed(put.key)  # while it was written
         self._counts.spilled += 1
         self._published(put.key)
 
@@ -212,15 +218,18 @@ class Spill:
         made = TierState(put.key, put.length, put.tail, put.slot, 0, put.slot_sums, put.page_sums, put.saving)
         if not self._has(put.key) or not self._states.add(made):
             self._drops.append(put.name)
+            self._notes.lines.forget([put.name])
             return
+        self._notes.lines.changed(put.name)
         self._counts.spilled_states += 1
 
-    def _failed(self, drops: list[bytes], hints: Sequence[tuple[bytes, object]]) -> None:
+    def _failed(self, drops: list[bytes], hints: Sequence[tuple[bytes, Hint]]) -> None:
         self._counts.failed += 1
         self._drops += drops  # dropped twice does no harm, not at all would
-        self._hints.failed(key for key, _ in hints)
+        self._notes.failed(hints)
 
     def check_empty(self) -> None:
         """Raises AssertionError."""
         assert not self._writing, "spills are left"
         assert not self._writing_states, "spills of states are left"
+        self._notes.check_empty()

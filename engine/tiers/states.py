@@ -73,6 +73,9 @@ class TierStates:
     def has(self, key: bytes, tail: tuple[int, ...]) -> bool:
         return self.get(key, tail) is not None
 
+    def named(self, key: bytes, name: bytes) -> bool:
+        return any(state.name == name for state in self._by_key.get(key, ()))
+
     def match(self, keys: Sequence[bytes], tokens: Sequence[int], above: int) -> list[TierState]:
         """States of prefixes of `tokens` that are longer than `above` tokens, the longest first. keys: of the pages
         that are in some tier a state can be used with. Takes no count."""

@@ -22,6 +22,7 @@ from engine.pages import PageHold, PagePool, SlotPool, hold_both
 from engine.prefix_cache import PrefixCache
 from engine.retention import Retained
 from engine.states import State, StateCache
+from engine.successors import Successors
 from engine.tiers.cost import Costs
 from engine.tiers.disk import Disk
 from engine.tiers.disk_tier import DiskTier, Upper
@@ -109,6 +110,7 @@ class Tiers:
         if states is not None:
             states.successors.ways = self._where.ways
             self.states.spent = states.successors.spent
+        self._successors = states.successors if states is not None else Successors()
         self._growth = self._make_growth(states) if states is not None else None
         retained.serve(self.host.ranked, self.host.used_again)
         retained.serve(lambda _key, _rank: None, self.states.used_again)
@@ -137,7 +139,7 @@ class Tiers:
         """Put a disk tier below the host's. Once, before anything runs. wall: seconds of the wall clock."""
         self.disk = DiskTier(
             disk,
-            Upper(self.host, self.states, self._cache, self._retained),
+            Upper(self.host, self.states, self._cache, self._retained, self._successors),
             lane,
             self._mover,
             self.costs,

@@ -9,8 +9,8 @@ import pytest
 
 from engine.api import Retention
 from engine.retention import EXPIRED, Retained
-from engine.tiers.hints import LONGEST_S, Hints
-from engine.tiers.journal import Hint, Journal, Put
+from engine.tiers.journal import Journal, Keep, Put
+from engine.tiers.notes import LONGEST_S, Hints
 from kvtransfer.hashing import page_keys
 from runtime.clock import FakeClock
 from tests.unit.engine_core.lab import ROOT, prompt, request
@@ -100,8 +100,8 @@ def test_a_hint_goes_with_its_page(tmp_path: Path) -> None:
     path = tmp_path / "index"
     journal = Journal(path, "x", 1)
     put = Put(b"k" * 32, None, 1, 0, (7,))
-    journal.append([put], hints=[(put.key, Hint(4, math.inf, b"session")), (b"o" * 32, Hint(1, 2.0, b""))])
-    assert Journal(path, "x", 1).found.hints == {put.key: Hint(4, math.inf, b"session")}
+    journal.append([put], hints=[(put.key, Keep(4, math.inf, b"session")), (b"o" * 32, Keep(1, 2.0, b""))])
+    assert Journal(path, "x", 1).found.hints == {put.key: Keep(4, math.inf, b"session")}
     again_ = Journal(path, "x", 1)
     again_.append(drops=[put.key])
     again_.append([put])
@@ -112,7 +112,7 @@ def test_a_hint_goes_with_its_page(tmp_path: Path) -> None:
 def test_a_clock_that_was_set_back_keeps_nothing_for_longer_than_a_day(ends: float) -> None:
     clock, kept = FakeClock(), Retained()
     hints = Hints(kept, lambda _: True, clock.monotonic, clock.wall)
-    hints.restore({b"k": Hint(1, ends, b"")})
+    hints.restore({b"k": Keep(1, ends, b"")})
     assert kept.kept(b"k") == (1, clock.monotonic() + LONGEST_S, b"")
 
 
@@ -138,7 +138,7 @@ def test_what_could_not_be_written_down_is_tried_again() -> None:
     kept.serve(lambda key, _rank: hints.changed(key), lambda _: None)
     kept.touch([b"k"], Retention(priority=2), 0, math.inf)
     taken = hints.take()
-    assert taken == [(b"k", Hint(2, math.inf, b""))]
+    assert taken == [(b"k", Keep(2, math.inf, b""))]
     hints.failed(key for key, _ in taken)
     assert hints.waiting
     hints.forget([b"k"])
