@@ -216,7 +216,7 @@ class _Service:
         await self._make().serve(request_iterator, context.write)
 
 
-async def _serve(role: str, router: str, files: ModelFiles, tokens: list[int], per_step: int) -> None:
+async def serve(role: str, router: str, files: ModelFiles, tokens: list[int], per_step: int) -> None:
     config = Config(listen="127.0.0.1:0", registry=router)
     server = rpc.server(config)
     worker = Describing(role, files)
@@ -246,7 +246,7 @@ async def main(router: str, model: str, per_step: int) -> None:
     files = ModelFiles.open(model)
     tokens = files.encode(TEXT, allow_special=False, add_special_tokens=False)
     gc.freeze()
-    await asyncio.gather(*(_serve(role, router, files, tokens, per_step) for role in ROLES))
+    await asyncio.gather(*(serve(role, router, files, tokens, per_step) for role in ROLES))
 
 
 if __name__ == "__main__":
