@@ -73,7 +73,9 @@ class EngineSpec:
         given = config.kv_pool_tokens
         pages = given // PAGE_TOKENS if given else max(left, 0) // model.page_bytes
         if pages < 1:
-            raise InvalidRequest("the KV pool is smaller than one page and the state slots", field="kv_pool_bytes")
+            least = slots * model.slot_memory + model.page_bytes
+            key, limit = ("kv_pool_tokens", f"{PAGE_TOKENS} tokens") if given else ("kv_pool_bytes", f"{least} bytes")
+            raise InvalidRequest(f"less than one page and the state slots take: {limit}", field=key, limit=limit)
         longest = min(config.max_model_len or model.max_model_len, model.max_model_len)
         return cls(pages + 1, slots, longest)
 

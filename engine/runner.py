@@ -17,6 +17,7 @@ from engine.kernels.decode_cpu import MAX_ROWS, CompiledDecoder
 from engine.kernels.ops import uses_triton
 from engine.layers.batch import Inputs
 from engine.layers.pools import Pools
+from engine.models.families import check_together, family_of
 from engine.models.llama import LlamaConfig, LlamaModel
 from engine.models.registry import ModelConfig, build, model_config
 from engine.native import default_cache
@@ -93,11 +94,12 @@ class TorchRunner:
         eos_token_ids: tuple[int, ...] = (),
         progress: Callable[[float], None] = lambda _: None,
     ) -> None:
-        if options.compile and options.deterministic:
-            raise Unsupported("compile and deterministic exclude each other", field="compile")
-        if options.replay_len and options.deterministic:
-            # when a ring is folded depends on the slot, and so do the last bits of what is read from it
-            raise Unsupported("replay_ssm and deterministic exclude each other", field="replay_ssm")
+        check_together(
+            family_of(config),
+            compiled=options.compile,
+            replayed=bool(options.replay_len),
+            deterministic=options.deterministic,
+        )
         if options.threads:
             torch.set_num_threads(options.threads)
         model = model_config(config)

@@ -6,6 +6,7 @@ or when fewer or more moved than the prompt's pages hold.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
 from dataclasses import asdict, dataclass
@@ -17,11 +18,12 @@ from rich.table import Table
 from deploy.cluster import Cluster, Endpoints, StartFailed
 from deploy.fleet import Fleet
 from deploy.supervisor import EXIT_REFUSED
+from pdserve import preflight
 from pdserve.client import AsyncClient
 from pdserve.progress import ProgressView
 from pdserve.results import Completed, Delta, Event, Ledger, Usage
 from pdserve.status import with_token
-from pdserve.up import Stopped, refuse_unknown_model, until_signal
+from pdserve.up import Stopped, until_signal
 from protos.v1 import worker_pb2
 from runtime.config import Config
 from runtime.errors import InvalidRequest, NotFound, PdserveError, WorkerLost
@@ -96,7 +98,9 @@ async def run(config: Config, ask: str, as_json: bool) -> int:
     console = Console(stderr=as_json)
     with tempfile.TemporaryDirectory(prefix="pdserve-demo-", ignore_cleanup_errors=True) as folder:
         try:
-            await refuse_unknown_model(config)
+            if config.sim:
+                raise InvalidRequest("the demo is a proof that real workers work", field="sim")
+            await asyncio.to_thread(preflight.check, config)
             return int(await until_signal(_run(_own(config, folder), ask, as_json, console)))
         except Stopped:
             return 130

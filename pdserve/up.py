@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from deploy.cluster import Cluster, Endpoints, StartFailed
+from pdserve import preflight
 from pdserve.progress import ProgressView
 from runtime.config import Config
-from runtime.modelfiles import ModelFiles
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -34,14 +34,9 @@ async def until_signal(work: Coroutine[Any, Any, Any]) -> Any:
         raise Stopped from None
 
 
-async def refuse_unknown_model(config: Config) -> None:
-    """Before anything is started: the router would say so, too, but after Ray and seconds. Raises InvalidRequest."""
-    await asyncio.to_thread(ModelFiles.open, config.model)
-
-
 async def run(config: Config) -> int:
     """Exit status: 0 after a wished end, 1 when something failed."""
-    await refuse_unknown_model(config)
+    await asyncio.to_thread(preflight.check, config)
     console = Console()
     view = ProgressView(console)
     cluster = Cluster(config, view)

@@ -109,6 +109,12 @@ def channel(address: str, config: Config) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
+def check_files(config: Config) -> None:
+    """Raises InvalidRequest for a TLS file that cannot be read."""
+    if config.tls_cert:
+        _pem(config)
+
+
 def from_rpc_error(exc: grpc.RpcError) -> PdserveError:
     """The PdserveError a peer raised, or the one that fits the transport's status. Never has the transport's text."""
     status = exc.code() if isinstance(exc, grpc.aio.AioRpcError) else grpc.StatusCode.UNKNOWN

@@ -9,6 +9,7 @@ import torch
 
 from engine.layers.batch import StepBatch
 from engine.layers.pools import Groups, Pools
+from engine.models.families import family_of, readable
 from engine.models.granite_hybrid import GraniteHybridConfig, GraniteHybridModel
 from engine.models.kimi_k3 import KimiK3Config, KimiK3Model
 from engine.models.kimi_linear import KimiLinearConfig, KimiLinearModel
@@ -16,7 +17,6 @@ from engine.models.llama import LlamaConfig, LlamaModel
 from engine.models.nemotron_h import NemotronHConfig, NemotronHModel
 from engine.models.qwen3_next import Qwen3NextConfig, Qwen3NextModel
 from engine.weights import WeightSource
-from runtime.errors import Unsupported
 
 
 class Model(Protocol):
@@ -38,29 +38,20 @@ ModelConfig = LlamaConfig | KimiLinearConfig | KimiK3Config | Qwen3NextConfig | 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "llama": LlamaConfig.from_hf,
-    "mistral": LlamaConfig.from_hf,
-    "qwen2": LlamaConfig.from_hf,
-    "qwen3": LlamaConfig.from_hf,
     "kimi_k3": KimiK3Config.from_hf,
     "kimi_linear": KimiLinearConfig.from_hf,
-    "granitemoehybrid": GraniteHybridConfig.from_hf,
+    "granite_hybrid": GraniteHybridConfig.from_hf,
     "nemotron_h": NemotronHConfig.from_hf,
     "qwen3_next": Qwen3NextConfig.from_hf,
-    "qwen3_5": Qwen3NextConfig.from_hf,
-    "qwen3_5_text": Qwen3NextConfig.from_hf,
-    "qwen3_5_moe": Qwen3NextConfig.from_hf,
-    "qwen3_5_moe_text": Qwen3NextConfig.from_hf,
 }
-
-SUPPORTED = tuple(sorted(_READERS))
 
 
 def model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read a Hugging Face style config. Raises Unsupported naming the model type and what is supported."""
-    kind = str(config.get("model_type", ""))
-    if kind not in _READERS:
-        raise Unsupported(f"model type {kind!r} is not supported (known: {', '.join(SUPPORTED)})", field="model")
-    return _READERS[kind](config)
+    """Read a Hugging Face style config. Raises Unsupported for what is not computed, InvalidRequest for what is
+    missing."""
+    reader = _READERS[family_of(config)]
+    with readable():
+        return reader(config)
 
 
 def build(
@@ -73,11 +64,10 @@ def build(
     *,
     compiled: bool,
 ) -> Model:
-    """Load the weights. Raises Unsupported when `compiled` is asked of a model that has no compiled step."""
+    """Load the weights. compiled: for the Llama family only (see families.check_together)."""
     if isinstance(config, LlamaConfig):
         return LlamaModel(config, source, dtype, device, max_len, progress, compiled=compiled)
-    if compiled:
-        raise Unsupported("compile is for models of the Llama family", field="compile")
+    assert not compiled, "no other family has a compiled step"
     if isinstance(config, GraniteHybridConfig):
         return GraniteHybridModel(config, source, dtype, device, max_len, progress)
     if isinstance(config, NemotronHConfig):

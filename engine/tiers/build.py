@@ -106,7 +106,10 @@ def _folder_disk(config: Config, model: ModelSpec, mover: Mover, ways: Ways) -> 
     if not config.disk_pool_bytes:
         return None
     count, places = disk_items(config, model)
-    folder = Folder(Path(config.disk_pool_dir))
+    try:
+        folder = Folder(Path(config.disk_pool_dir))
+    except OSError as error:
+        raise InvalidRequest(f"the folder cannot be used: {error.strerror}", field="disk_pool_dir") from error
     return FolderDisk(folder, layout_of(model, ways.layout), count, mover, ways.open_file, places)
 
 
@@ -139,5 +142,9 @@ def host_items(config: Config, model: ModelSpec, device_slots: int) -> tuple[int
             budget += states * model.slot_bytes
     count = (budget - states * model.slot_bytes) // model.page_bytes
     if count < 1:
-        raise InvalidRequest("the host pool is smaller than one page", field="host_pool_bytes")
+        least = states * model.slot_bytes + model.page_bytes
+        key, limit = "host_pool_bytes", f"{least} bytes"
+        if not config.host_pool_bytes:
+            key, limit = "host_pool_tokens", f"{PAGE_TOKENS} tokens"
+        raise InvalidRequest(f"less than one page and the states take: {limit}", field=key, limit=limit)
     return count, states

@@ -88,10 +88,12 @@ def test_a_detached_cluster_outlives_its_command_and_ends_with_down(tmp_path: Pa
 
 
 def test_a_worker_that_refuses_its_configuration_says_why_and_nothing_stays(tmp_path: Path) -> None:
-    flags = ["--model=oracle", "--replay-ssm", f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0"]
+    """What only a worker finds out, on its machine: what is known before is refused before anything starts."""
+    pool = ["--host-pool-bytes=10000000", "--disk-pool-bytes=10000000", "--disk-pool-dir=/dev/null/pages"]
+    flags = ["--model=oracle", *pool, f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0"]
     done = run_pdserve("up", *flags)
     assert done.returncode == 1
-    assert "no recurrent state to replay" in done.stderr
+    assert "disk_pool_dir: the folder cannot be used: Not a directory" in done.stderr
     assert not (tmp_path / "state" / "cluster.json").exists()
 
 

@@ -120,7 +120,7 @@ def test_workers_that_were_killed_are_started_again(cluster: ForegroundCluster) 
     assert ask(cluster, 1)["usage"]["completion_tokens"] == 30  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("flags", "key"), [(["--address=127.0.0.1:1"], "address")])
+@pytest.mark.parametrize(("flags", "key"), [(["--address=127.0.0.1:1"], "address"), (["--max-batch=7"], "max_batch")])
 def test_what_it_cannot_do_is_refused_before_anything_starts(flags: list[str], key: str, tmp_path: Path) -> None:
     done = run_pdserve("up", *FLAGS, *flags, f"--state-dir={tmp_path}/state")
     assert done.returncode == 2

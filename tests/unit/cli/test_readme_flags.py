@@ -33,10 +33,10 @@ def test_a_value_in_the_text_is_one_the_flag_takes() -> None:
 
 
 def test_the_model_types_are_those_that_have_a_reader() -> None:
-    from engine.models.registry import SUPPORTED
+    from engine.models.families import FAMILIES
 
     _, _, listed = PROSE.partition("whose `model_type` is ")
-    assert sorted(re.findall(r"`([a-z0-9_]+)`", listed.partition("GGUF")[0])) == sorted(SUPPORTED)
+    assert sorted(re.findall(r"`([a-z0-9_]+)`", listed.partition("GGUF")[0])) == sorted(FAMILIES)
 
 
 @pytest.mark.parametrize("info", ["sh up", "sh elastic", "sh restart"])

@@ -1,0 +1,48 @@
+"""What `pdserve up` refuses before it starts anything: all that its processes would refuse and that can be known here,
+without torch, from the configuration and the files it names. The words are those of the processes, from the same code.
+"""
+
+from __future__ import annotations
+
+from engine.loop import EngineSpec
+from engine.models.families import check_together, family_of
+from engine.models.footprint import least_spec
+from engine.models.oracle import OracleRunner
+from engine.runner_api import ModelSpec
+from engine.tiers.build import host_items
+from router.admission.tenants import Keys
+from runtime import rpc
+from runtime.config import Config
+from runtime.modelfiles import ModelFiles
+
+
+def check(config: Config) -> None:
+    """Raises InvalidRequest, Unsupported or NotFound."""
+    rpc.check_files(config)
+    Keys.load(config)
+    files = ModelFiles.open(config.model)
+    if config.sim:
+        from bench.sim.live import refuse_overridden
+        from bench.sim.profile import Profile
+
+        refuse_overridden(config, Profile.load(config.sim))
+    else:
+        _check_pools(config, _model(config, files))
+
+
+def _model(config: Config, files: ModelFiles) -> ModelSpec:
+    if files.kind == "oracle":
+        return OracleRunner().spec()
+    check_together(
+        family_of(files.config),
+        compiled=config.compile,
+        replayed=config.replay_ssm,
+        deterministic=config.deterministic,
+    )
+    return least_spec(files.config, config)
+
+
+def _check_pools(config: Config, model: ModelSpec) -> None:
+    """Refused here is refused by the worker, too: a model takes no less than its `least_spec`."""
+    spec = EngineSpec.of(model, config)
+    host_items(config, model, max(0, spec.slots - 1))
