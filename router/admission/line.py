@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -41,6 +42,7 @@ class Line:
         self._dues: dict[str, float] = {}  # of prompts at workers, as these are told
         self._pace_s = 0.0  # smoothed seconds between two that left for a worker while somebody waited
         self._left_at: float | None = None
+        self._waiting: Counter[int] = Counter()  # by priority
         self._short_s = 0.0
         self._short_from: float | None = None
 
@@ -79,12 +81,14 @@ class Line:
             self._left_at = self._now()
         turn, self._asks[ask.request_id] = asyncio.Event(), ask
         self._turns[ask.request_id] = turn
+        self._waiting[ask.priority] += 1
         place = Place(self, ask.request_id, turn)
         self.call_next()
         try:
             yield place
         finally:
             del self._turns[ask.request_id], self._asks[ask.request_id]
+            self._waiting[ask.priority] -= 1
             self._admission.leave(ask.request_id)
             if not len(self):
                 self.short(False)
@@ -93,6 +97,10 @@ class Line:
     def is_next(self, request_id: str) -> bool:
         head = self._admission.head(self._now())
         return head is not None and head.request_id == request_id
+
+    def behind(self, priority: int) -> int:
+        """How many wait besides one of this priority, those that must give way to it left out."""
+        return max(sum(count for theirs, count in self._waiting.items() if theirs <= priority) - 1, 0)
 
     def placed(self, request_id: str) -> None:
         self._start(self._asks[request_id])

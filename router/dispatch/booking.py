@@ -298,7 +298,7 @@ class Booking:
 
     def _planned(self, wish: Wish, state: _Round) -> tuple[Choice, Plan | None] | Wait | None:
         now = self._now()
-        place = Standing(now - wish.work.arrived, self.due(wish.work), max(len(self.line) - 1, 0))
+        place = Standing(now - wish.work.arrived, self.due(wish.work), self.line.behind(wish.work.priority))
 
         def careful(worker_id: str, role: Role) -> Role | None:
             may = state.role(worker_id, role)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,3 +231,15 @@ async def test_time_in_the_line_counts_as_want_of_room_only_while_there_is_none(
         clock.advance(1.0)
     clock.advance(9.0)
     assert line.short_s == 4.0, "nobody waits any more"
+
+
+async def test_whoever_must_give_way_does_not_count_as_waiting_behind() -> None:
+    """`predicted` keeps prefill workers free for those behind: not one of priority, for those it goes before."""
+    line = Line(10, FakeClock())
+    waiting = [replace(ask(number), priority=priority) for number, priority in enumerate((1, 1, 0, 0, -1))]
+    async with AsyncExitStack() as places:
+        for one in waiting:
+            await places.enter_async_context(line.place(one))
+        assert [line.behind(priority) for priority in (-2, -1, 0, 1)] == [0, 0, 2, 4]
+        line.placed("r4")
+    assert line.behind(1) == 0
