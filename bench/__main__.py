@@ -1,6 +1,7 @@
 """`pdserve bench` and `make bench`: run one benchmark by name, or all of them, each in a process of its own.
 
-python -m bench               all, one after the other; one that fails or takes too long does not stop the others
+python -m bench               all but `serve`, one after the other; one that fails or takes too long does not stop the
+                              others
 python -m bench --short       the same with few rounds
 python -m bench transfer ...  one, with its own options
 """
@@ -20,6 +21,9 @@ LIMIT_S = 900.0
 """Of one benchmark when all are run."""
 END_S = 20.0
 """One that took too long has so long to end what it started."""
+NEEDS_FLEET = ("serve",)
+"""It measures one that runs already."""
+
 SHORT: dict[str, list[str]] = {
     "engine": ["--rounds", "2", "--no-inductor"],
     "transfer": ["--rounds", "5"],
@@ -50,7 +54,8 @@ def main(arguments: list[str]) -> int:
         return 0
     if not arguments or arguments == ["--short"]:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        codes = [_run(name, SHORT.get(name, []) if arguments else [], LIMIT_S) for name in known]
+        chosen = [name for name in known if name not in NEEDS_FLEET]
+        codes = [_run(name, SHORT.get(name, []) if arguments else [], LIMIT_S) for name in chosen]
         return next((code for code in codes if code), 0)
     if arguments[0] not in known:
         print(f"no such benchmark: {arguments[0]} (there are: {', '.join(known)})", file=sys.stderr)

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from bench._plots import picture
 from bench.sim.experiment import POLICIES, Capacity, Experiment, Setting
 from runtime.errors import InvalidRequest, PdserveError
 
@@ -135,38 +136,23 @@ def table(title: str, figures: dict[str, dict[str, Any]]) -> Table:
 
 
 def plot(file: Path, at: list[tuple[float | None, float]], results: list[dict[str, dict[str, Any]]]) -> None:
-    """One picture: bars for one rate, curves for several. Raises InvalidRequest when matplotlib is not there."""
-    try:
-        import matplotlib
-    except ImportError as exc:
-        raise InvalidRequest("plots need matplotlib (pip install 'pdserve[dev]')", field="plot") from exc
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7))
+    """One picture: bars for one rate, curves for several. Raises InvalidRequest when it cannot be made or written."""
     names = list(results[0])
-    for axis, (key, label) in zip(axes.flat, PLOTTED, strict=True):
-        if len(at) == 1:
-            axis.bar(names, [results[0][name][key] for name in names])
-            axis.tick_params(axis="x", rotation=30)
-        else:
-            x = [load if load is not None else rate for load, rate in at]
-            for name in names:
-                axis.plot(x, [figures[name][key] for figures in results], marker="o", label=name)
-            axis.set_xlabel("load (share of least_load's capacity)")
-        axis.set_title(label)
-        if key.startswith("ttft"):
-            axis.set_yscale("log")
-    if len(at) > 1:
-        axes.flat[0].legend()
-    figure.tight_layout()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=120, format="png")
-    except OSError as exc:
-        raise InvalidRequest(f"the plot cannot be written to {file}: {exc.strerror}", field="plot") from exc
-    finally:
-        pyplot.close(figure)
+    with picture(file, 2, 2, size=(11, 7)) as axes:
+        for axis, (key, label) in zip(axes.flat, PLOTTED, strict=True):
+            if len(at) == 1:
+                axis.bar(names, [results[0][name][key] for name in names])
+                axis.tick_params(axis="x", rotation=30)
+            else:
+                x = [load if load is not None else rate for load, rate in at]
+                for name in names:
+                    axis.plot(x, [figures[name][key] for figures in results], marker="o", label=name)
+                axis.set_xlabel("load (share of least_load's capacity)")
+            axis.set_title(label)
+            if key.startswith("ttft"):
+                axis.set_yscale("log")
+        if len(at) > 1:
+            axes.flat[0].legend()
 
 
 def _names(_: click.Context, __: click.Parameter, value: str) -> list[str]:
@@ -221,7 +207,7 @@ def _folder(_: click.Context, __: click.Parameter, value: str | None) -> Path | 
 @click.option("--unit-tokens", default=256, show_default=True, help="grid of the simulated pools: 16 to 256")
 @click.option("--cache-dir", type=click.Path(file_okay=False), callback=_folder, help="where capacities are remembered")
 @click.option("--no-cache", is_flag=True, help="find the capacity again")
-@click.option("--plot", "picture", type=click.Path(dir_okay=False), help="PNG  [replay.png, not with --json]")
+@click.option("--plot", "plotted", type=click.Path(dir_okay=False), help="PNG  [replay.png, not with --json]")
 @click.option("--json", "as_json", is_flag=True, help="one JSON object and nothing else")
 def main(
     trace: str,
@@ -239,7 +225,7 @@ def main(
     unit_tokens: int,
     cache_dir: Path | None,
     no_cache: bool,
-    picture: str | None,
+    plotted: str | None,
     as_json: bool,
 ) -> None:
     if not virtual_clock:
@@ -276,8 +262,8 @@ def main(
     }
     if as_json:
         print(json.dumps({"policies": results[0], "config": config}))
-        if picture:
-            plot(Path(picture), at, results)
+        if plotted:
+            plot(Path(plotted), at, results)
         return
     console = Console()
     if not console.is_terminal:
@@ -286,17 +272,19 @@ def main(
         share = "" if load is None else f", {100 * load:.0f} % of capacity"
         title = f"{experiment.profile.name} {prefill}P{decode}D, seed {seed}: {per_s:.2f} requests/s{share}"
         console.print(table(title, figures))
-    file = Path(picture or "replay.png")
+    file = Path(plotted or "replay.png")
     plot(file, at, results)
     console.print(f"plots: {file}", highlight=False)
 
 
-def run(command: click.Command) -> int:
-    """Errors of ours become one line and a status, as in the rest of the command line."""
+def run(command: click.Command, arguments: Sequence[str] | None = None, *, name: str = "", around: Any = None) -> int:
+    """Errors of ours become one line and a status, as in the rest of the command line. around: the context's `obj`."""
     try:
-        command(standalone_mode=True)
+        command(arguments, prog_name=name or None, obj=around)
     except PdserveError as error:
-        print(f"pdserve: {error.message}", file=sys.stderr)
+        key = f"{error.field}: " if error.field and not error.message.startswith(error.field) else ""
+        limit = f" (limit: {error.limit})" if error.limit else ""
+        print(f"pdserve: {key}{error.message}{limit}", file=sys.stderr)
         return 2 if isinstance(error, InvalidRequest) else 1
     return 0
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import click
 
+from bench._plots import picture
 from bench.replay import PLOTTED, cache_folder, progress_bar, run
 from bench.sim import study
 from bench.sim.experiment import POLICIES, Setting
 from bench.sim.study import Case, Results
-from runtime.errors import InvalidRequest
 
 DATA = Path(__file__).parent / "data"
 MOONCAKE = str(DATA / "mooncake_conversation_trace.jsonl.gz")
@@ -141,38 +141,28 @@ def _commit() -> str:
 
 
 def plot(file: Path, chosen: list[Case], results: Results) -> None:
-    """Four figures over the load, a row per case. Raises InvalidRequest when matplotlib is not there."""
-    try:
-        import matplotlib
-    except ImportError as exc:
-        raise InvalidRequest("plots need matplotlib (pip install 'pdserve[dev]')", field="plot") from exc
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(chosen), 4, figsize=(18, 4.2 * len(chosen)), squeeze=False)
-    for case, row in zip(chosen, axes, strict=True):
-        for axis, (key, label) in zip(row, PLOTTED, strict=True):
-            for policy in case.policies:
-                means = [study.mean(study.figures(case, results, load, policy, key)) for load in case.loads]
-                width = 2.4 if policy in OURS else 1.2
-                axis.errorbar(
-                    [100 * load for load in case.loads],
-                    [mean.value for mean in means],
-                    [mean.half for mean in means],
-                    marker="o",
-                    markersize=3,
-                    capsize=3,
-                    linewidth=width,
-                    label=policy,
-                )
-            axis.set_title(f"{label}\n{case.title}", fontsize=9)
-            axis.set_xlabel("load (% of least_load's capacity)", fontsize=8)
-            if key.startswith("ttft"):
-                axis.set_yscale("log")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=80)
-    pyplot.close(figure)
+    """Four figures over the load, a row per case. Raises InvalidRequest when it cannot be made or written."""
+    with picture(file, len(chosen), 4, size=(18, 4.2 * len(chosen))) as axes:
+        for case, row in zip(chosen, axes, strict=True):
+            for axis, (key, label) in zip(row, PLOTTED, strict=True):
+                for policy in case.policies:
+                    means = [study.mean(study.figures(case, results, load, policy, key)) for load in case.loads]
+                    width = 2.4 if policy in OURS else 1.2
+                    axis.errorbar(
+                        [100 * load for load in case.loads],
+                        [mean.value for mean in means],
+                        [mean.half for mean in means],
+                        marker="o",
+                        markersize=3,
+                        capsize=3,
+                        linewidth=width,
+                        label=policy,
+                    )
+                axis.set_title(f"{label}\n{case.title}", fontsize=9)
+                axis.set_xlabel("load (% of least_load's capacity)", fontsize=8)
+                if key.startswith("ttft"):
+                    axis.set_yscale("log")
+        axes[0][0].legend(fontsize=7)
 
 
 def numbers(chosen: list[Case], results: Results) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Everything that talks to Ray, and the only module that imports it. Run as short-lived processes:
+"""What is asked of Ray; only this and `ray_load` import it. Run as short-lived processes:
 
     python -m deploy.ray_ops place    stdin: one JSON request; stdout: JSON lines; ends when stdin does
     python -m deploy.ray_ops stop     stdin: one JSON request; ends the workers of a namespace
@@ -18,6 +18,7 @@ import os
 import select
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -58,11 +59,13 @@ def _node_address() -> str:
     return address
 
 
-def _connect(request: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"_node_ip_address": request["node_ip"]} if request["node_ip"] else {}
+def connect(request: Mapping[str, Any]) -> None:
+    """Join the cluster at "address"; "node_ip" and "namespace" as they are given."""
+    node_ip = request.get("node_ip")
+    options: dict[str, Any] = {"_node_ip_address": node_ip} if node_ip else {}
     ray.init(
         address=request["address"],
-        namespace=request["namespace"],
+        namespace=request.get("namespace"),
         log_to_driver=False,
         logging_level=logging.ERROR,
         configure_logging=False,
@@ -163,7 +166,7 @@ def _stdin_ended(timeout_s: float) -> bool:
     return bool(ready) and not sys.stdin.readline()
 
 
-def _claim_stdout() -> TextIO:
+def claim_stdout() -> TextIO:
     """Keep stdout for our lines alone: Ray's threads write to it too when actors die. They get stderr instead."""
     mine = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -180,9 +183,9 @@ def _say(line: dict[str, Any]) -> None:
 
 def main() -> None:
     global _replies
-    _replies = _claim_stdout()
+    _replies = claim_stdout()
     request = json.loads(sys.stdin.readline())
-    _connect(request)
+    connect(request)
     {"place": place, "stop": stop, "add": add, "remove": remove, "restart": restart}[sys.argv[1]](request)
 
 

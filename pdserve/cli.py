@@ -156,6 +156,10 @@ def controller(config: Config, router: str, metrics: str) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
     """Measure; the arguments are those of the benchmarks (`pdserve bench --help`)."""
+    if arguments[:1] == ("serve",):
+        from pdserve.bench_serve import run as serve
+
+        sys.exit(serve(arguments[1:]))
     from bench.__main__ import main as run
 
     sys.exit(run(list(arguments)))
