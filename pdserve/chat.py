@@ -18,14 +18,13 @@ def run(config: Config, router: str, api_key: str, *, max_tokens: int, temperatu
     model speaks (what it said so far is kept)."""
     tls = {"tls_cert": config.tls_cert, "tls_key": config.tls_key, "tls_ca": config.tls_ca}
     messages: list[dict[str, str]] = []
-    address = router_address(config, router)
-    with Client(address, api_key=api_key, **tls) as client:
+    with Client(router_address(config, router), api_key=api_key, **tls) as client:
         while text := _read():
             messages.append({"role": "user", "content": text})
             try:
                 answer = _answer(client, messages, max_tokens, temperature)
             except PdserveError as error:
-                print(f"error: {error.message} (gRPC, {address})", file=sys.stderr)
+                print(f"error: {error.message}", file=sys.stderr)
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})

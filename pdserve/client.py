@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
@@ -35,6 +35,7 @@ class AsyncClient:
         self, address: str, *, api_key: str = "", tls_cert: str = "", tls_key: str = "", tls_ca: str = ""
     ) -> None:
         config = Config.load({"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca})
+        self._address = address
         self._channel = rpc.channel(address, config)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -81,9 +82,11 @@ class AsyncClient:
     async def _stream(self, request: inference_pb2.GenerateRequest, options: Options) -> AsyncIterator[Event]:
         timeout = options.get("timeout", DEFAULT_TIMEOUT_S)
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
+        heard = False
         try:
-            with rpc.translated():
+            with _translated(lambda: _gone(self._address) if heard else unanswered(self._address)):
                 async for wire in call:
+                    heard = True
                     event = event_of(wire)
                     if isinstance(event, common_pb2.ErrorDetail):
                         raise errors.from_detail(event, grpc.StatusCode.UNKNOWN)
@@ -122,7 +125,7 @@ class AsyncClient:
         return tuple(map(Model.of, reply.models))
 
     async def _call(self, method: Any, request: Any) -> Any:
-        with rpc.translated():
+        with _translated(lambda: unanswered(self._address)):
             return await method(request, timeout=DEFAULT_TIMEOUT_S, metadata=self._metadata)
 
 
@@ -210,6 +213,28 @@ class Client:
         finally:
             if not self._loop.is_closed():
                 self._run(close())
+
+
+@contextmanager
+def _translated(unreachable: Callable[[], str]) -> Iterator[None]:
+    """rpc.translated, and what to say of a connection that is not there: the user has named its address."""
+    try:
+        with rpc.translated():
+            yield
+    except WorkerLost as error:
+        if rpc.unreachable(error.__cause__):
+            raise WorkerLost(unreachable(), reason=error.reason) from error.__cause__
+        raise
+
+
+def unanswered(address: str) -> str:
+    """What to look at when nobody answers at a router's gRPC address."""
+    hint = "does it run, is this its gRPC address (not the HTTP one), is TLS on at both ends or at none?"
+    return f"no router answers at {address}: {hint}"
+
+
+def _gone(address: str) -> str:
+    return f"the connection to the router at {address} was lost"
 
 
 async def _gather(events: AsyncIterator[Event]) -> Generation:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from deploy.fleet import Fleet
 from deploy.state import StateDir
+from pdserve.client import unanswered
 from protos.v1 import common_pb2, registry_pb2
 from runtime.config import Config
 from runtime.errors import InvalidRequest, WorkerLost
@@ -43,7 +44,7 @@ async def run(config: Config, router: str, as_json: bool) -> None:
             workers = await fleet.workers()
             serving = await fleet.serving()
         except WorkerLost as lost:
-            raise WorkerLost(f"no router answers at {address}") from lost
+            raise WorkerLost(unanswered(address)) from lost
     rows = [row(record) for record in workers]
     if as_json:
         print(json.dumps({"router": address, "serving": serving, "workers": rows}))

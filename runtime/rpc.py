@@ -127,6 +127,13 @@ def from_rpc_error(exc: grpc.RpcError) -> PdserveError:
     return errors.from_status(status)
 
 
+def unreachable(exc: BaseException | None) -> bool:
+    """Whether a call failed on its way: nobody there, or the connection lost. A peer's own word is no such failure."""
+    if not isinstance(exc, grpc.aio.AioRpcError):
+        return False
+    return exc.code() is grpc.StatusCode.UNAVAILABLE and _detail(exc) is None
+
+
 @contextmanager
 def translated() -> Iterator[None]:
     """Turn an RpcError of the body into the PdserveError it stands for."""

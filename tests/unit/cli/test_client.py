@@ -14,7 +14,7 @@ from pdserve.results import Completed, Delta, Finished, Logprob, Rendered, Start
 from protos.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from runtime import rpc
 from runtime.config import Config
-from runtime.errors import InvalidRequest, PdserveError, Saturated, WorkerLost
+from runtime.errors import InvalidRequest, Saturated, WorkerLost
 
 Wire = inference_pb2.GenerateEvent
 
@@ -26,12 +26,15 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
         self.requests: list[Any] = []
         self.metadata: dict[str, str] = {}
         self.cancelled = asyncio.Event()
+        self.server: Any = None
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Wire]:  # noqa: N802
         self.requests.append(request)
         self.metadata = dict(context.invocation_metadata())
         if request.prompt == "full":
             raise Saturated("no pair", retry_after_ms=250)
+        if request.prompt == "unreachable":
+            raise WorkerLost("a worker is not reachable")
         yield Wire(started=inference_pb2.GenerateStarted(request_id="r", model="m", prompt_tokens=3))
         if request.prompt == "endless":
             try:
@@ -72,7 +75,7 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Scripted, str]]:
     config, servicer = Config.load({}), Scripted()
-    server = rpc.server(config)
+    servicer.server = server = rpc.server(config)
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     address = rpc.bind(server, "127.0.0.1:0", config)
     await server.start()
@@ -114,9 +117,26 @@ async def test_failures_are_the_exceptions_of_the_server_however_they_come(serve
             await client.generate("lost")
         with pytest.raises(WorkerLost, match="without an end"):
             await client.generate("cut")
-    async with AsyncClient("127.0.0.1:1") as nobody:
-        with pytest.raises(PdserveError):
-            await nobody.models()
+        with pytest.raises(WorkerLost, match="a worker is not reachable"):
+            await client.generate("unreachable")
+
+
+async def test_a_router_that_is_not_there_is_named_with_what_to_look_at(
+    served: tuple[Scripted, str], free_port: int
+) -> None:
+    address = f"127.0.0.1:{free_port}"
+    async with AsyncClient(address) as nobody:
+        for call in (nobody.models(), nobody.tokenize("x"), nobody.generate("go"), nobody.chat("go")):
+            with pytest.raises(WorkerLost) as refused:
+                await call
+            assert address in refused.value.message
+            assert "gRPC" in refused.value.message
+    async with AsyncClient(served[1]) as client:
+        stream = client.generate_stream("endless")
+        await anext(stream)
+        await served[0].server.stop(0)
+        with pytest.raises(WorkerLost, match=f"the connection to the router at {served[1]} was lost"):
+            await anext(stream)
 
 
 async def test_leaving_a_stream_cancels_the_request_at_the_server(served: tuple[Scripted, str]) -> None:
