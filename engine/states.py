@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.pages import PagePool, SlotPool
@@ -162,13 +162,28 @@ class StateCache:
         with self._pages.lock:
             return self._by_score()[:count]
 
-    def on_page(self, page: int) -> list[State]:
-        """The states that go when the device page `page` is evicted."""
-        partial = self._by_page.get(page)
-        if partial is not None:
-            return [partial]
-        key = self._cache.key_of(page)
-        return list(self._by_key.get(key, ())) if key is not None else []
+    def going(self, pages: Iterable[int]) -> list[State]:
+        """The states that go when these idle pages are evicted, the first of them first: what hangs on a page goes
+        before it. (Of what hangs on one of them and is not itself among those before it, all that may go.)"""
+        found: list[State] = []
+        seen: set[bytes] = set()
+        for page in pages:
+            key, partial = self._cache.key_of(page), self._by_page.get(page)
+            if partial is not None:
+                found.append(partial)
+            elif key is not None and key not in seen:
+                for known in self._behind(key, seen):
+                    found += self._by_key.get(known, ())
+        return found
+
+    def _behind(self, key: bytes, seen: set[bytes]) -> list[bytes]:
+        """`key` and what hangs on it, tails first, without what has been `seen`; now it has."""
+        order = [key]
+        for known in order:
+            seen.add(known)
+            order.extend(child for child in self._cache.following(known) if child not in seen)
+        order.reverse()
+        return order
 
     def leaving(self, page: int) -> list[State]:
         """The states that go when this idle page is evicted next, and what hangs on it with it."""

@@ -46,8 +46,7 @@ class Growth:
             self._since = None
             return True
         if not self._under_way:
-            self._stores.make_room(1, ())
-            self._state_stores.make_room(0, self._pages.oldest(1), None)
+            self._copy_next()
         self._since = self._now() if self._since is None else self._since
         self._poll()
         if self._spare() or not self._under_way or self._now() - self._since >= WAIT_S:
@@ -58,6 +57,22 @@ class Growth:
     @property
     def _under_way(self) -> bool:
         return self._stores.under_way or self._state_stores.under_way
+
+    def _copy_next(self) -> None:
+        """Start copies of what goes with the page that is evicted next: not the oldest, but the end of what hangs on
+        it."""
+        with self._pages.lock:
+            for page in self._pages.oldest(1):
+                keys = self._cache.leaving(page)[::-1]
+                self._stores.copy([(self._page(key), key, self._cache.parent(key)) for key in keys])
+                self._state_stores.copy(self._states.leaving(page))
+
+    def _page(self, key: bytes) -> int:
+        chain, parent = [key], self._cache.parent(key)
+        while parent is not None:
+            chain.append(parent)
+            parent = self._cache.parent(parent)
+        return self._cache.match(chain[::-1])[-1]
 
     def _spare(self) -> bool:
         """Give up the first page that costs no state, of those that are worth no more than the first. Whether there is

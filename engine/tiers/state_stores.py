@@ -70,11 +70,14 @@ class StateStores:
     def make_room(self, slots: int, pages: Collection[int], keep: State | None) -> bool:
         """Start copies of what goes when `slots` idle slots and the device pages `pages` are taken. Whether something
         was left for later."""
-        going = [*self._states.victims(slots + (keep is not None))] if slots > 0 else []
-        for page in pages:
-            going += self._states.on_page(page)
+        going = self._states.victims(slots + (keep is not None)) if slots > 0 else []
+        going += self._states.going(pages)
         wanted = [state for state in going if state is not keep]
         return self._start(wanted, self._queue, self._tried)
+
+    def copy(self, going: Iterable[State]) -> None:
+        """Start copies of these."""
+        self._start(going, self._queue, self._tried)
 
     def made_room(self) -> None:
         self._tried.clear()

@@ -5,7 +5,7 @@ Engine thread only. A source is held until its copy is done, then it is the next
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from engine.pages import PagePool
 from engine.prefix_cache import PrefixCache
@@ -19,6 +19,9 @@ LOOK_AHEAD = 256
 
 QUIET_SHARE = 8
 """While nobody waits for room, at most one device page in so many is on its way down: they cannot be used meanwhile."""
+
+Named = tuple[int, bytes, bytes | None]
+"""(device page, key, parent)"""
 
 Submit = Callable[[Callable[[], list[Sums]], Callable[[list[Sums], Exception | None, float], None]], None]
 """(what to run on the tier's thread, what to do with its result, error and seconds)"""
@@ -57,12 +60,18 @@ class Stores:
         """Start copies of idle device pages that would be evicted soon and are wanted below."""
         if self._pages.free * 2 <= self._pages.total:
             quiet = max(1, self._pages.total // QUIET_SHARE)
-            self._start(LOOK_AHEAD, frozenset(), min(self._queue_pages, quiet), self._ahead, in_no_hurry=True)
+            soon = self._cache.oldest(LOOK_AHEAD)
+            self._start(soon, min(self._queue_pages, quiet), self._ahead, in_no_hurry=True)
 
     def make_room(self, count: int, keep: Collection[int]) -> bool:
         """Start copies of the `count` idle pages that are about to be evicted (none of `keep`), where their bytes are
         wanted below. Whether something was left for later."""
-        return self._start(count, keep, self._queue_pages, self._tried)
+        soon = [named for named in self._cache.oldest(count + len(keep)) if named[0] not in keep]
+        return self._start(soon, self._queue_pages, self._tried)
+
+    def copy(self, going: Iterable[Named]) -> None:
+        """Start copies of these."""
+        self._start(going, self._queue_pages, self._tried)
 
     def made_room(self) -> None:
         self._tried.clear()
@@ -71,18 +80,15 @@ class Stores:
         """These have left the device."""
         self._ahead.difference_update(keys)
 
-    def _start(
-        self, count: int, keep: Collection[int], limit: int, tried: set[bytes], *, in_no_hurry: bool = False
-    ) -> bool:
-        """Store what is wanted of the next `count` pages, as long as no more than `limit` pages are on their way.
-        tried: keys this is not done for again, or a small host would push them out in turn for ever. Whether something
-        was left."""
+    def _start(self, going: Iterable[Named], limit: int, tried: set[bytes], *, in_no_hurry: bool = False) -> bool:
+        """Store what is wanted of these, as long as no more than `limit` pages are on their way. tried: keys this is
+        not done for again, or a small host would push them out in turn for ever. Whether something was left."""
         known = (self._host, self._storing, self._refused, tried)
         batch: list[Entry] = []
         sources: list[int] = []
         left = False
-        for page, key, parent in self._cache.oldest(count + len(keep)):
-            if page in keep or any(key in there for there in known) or not self._sightings.wanted(key):
+        for page, key, parent in going:
+            if any(key in there for there in known) or not self._sightings.wanted(key):
                 continue
             if len(self._storing) + len(batch) >= limit:
                 left = True

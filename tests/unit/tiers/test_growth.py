@@ -69,6 +69,72 @@ def test_it_waits_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
     made.baseline()
 
 
+def inverted(monkeypatch: pytest.MonkeyPatch, pages: int, lane: Manual) -> TierLab:
+    """One prompt has left two pages, a state on the second. Both have gone down, one copy after the other, so the first
+    one is the next to be evicted: but what hangs on it goes before it."""
+    made = TierLab(pages=pages, state=True, lane=lane, changes={"state_ends": False})
+    monkeypatch.setattr(made.tiers, "store", lambda: None)
+    ask(made, "first", FIRST, 2)
+    for count in (1, 2):
+        made.tiers._stores.make_room(count, ())
+        lane.run_all()
+        made.tiers.poll()
+    first, second = made.engine.cache.match(page_keys(ROOT, FIRST)[:2])
+    assert made.engine.pages.oldest(2) == [first, second]
+    return made
+
+
+def test_the_state_that_goes_down_is_that_of_the_page_that_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = Manual()
+    made = inverted(monkeypatch, 5, lane)
+    key = made.submit(request("long", LONG, max_tokens=COUNT))
+    while not (lane.waiting or made.ends(key)):
+        made.turns(1)
+    lane.open()
+    made.run()
+
+    assert said(made, key)
+    assert made.tiers.counts.lost_states == 0
+    assert resumes(made, FIRST)
+    made.baseline()
+
+
+def test_so_it_is_when_a_prompt_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = Manual()
+    made = inverted(monkeypatch, 5, lane)
+    key = made.submit(request("new", prompt(48, seed=3), max_tokens=2))
+    made.run()
+    assert not made.ends(key), "it waits for a copy"
+    lane.open()
+    made.run()
+
+    assert made.ends(key)
+    assert made.tiers.counts.lost_states == 0
+    assert resumes(made, FIRST)
+    made.baseline()
+
+
+def test_a_page_that_hangs_on_the_oldest_goes_down_before_it_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions that come back make their pages recent, and not those of a prompt that all of them share."""
+    lane = Manual()
+    made = TierLab(pages=5, state=True, lane=lane, changes={"state_ends": False})
+    monkeypatch.setattr(made.tiers, "store", lambda: None)
+    ask(made, "first", FIRST, 2)
+    first, second = made.engine.cache.match(page_keys(ROOT, FIRST)[:2])
+    made.engine.pages.used_again([second])
+    assert made.engine.pages.oldest(2) == [first, second]
+    key = made.submit(request("long", LONG, max_tokens=COUNT))
+    while not (lane.waiting or made.ends(key)):
+        made.turns(1)
+    lane.open()
+    made.run()
+
+    assert said(made, key)
+    assert made.tiers.counts.lost_states == made.tiers.counts.lost == 0
+    assert resumes(made, FIRST)
+    made.baseline()
+
+
 def test_an_idle_page_that_carries_no_state_goes_before_older_ones_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = Manual()
     made = TierLab(pages=7, state=True, lane=lane, changes={"state_ends": False})
