@@ -207,18 +207,6 @@ class Admission:
         told = self._tenant(tenant).computing.get(request_id)
         return told[0] if told is not None else None
 
-    def expired(self, now: float) -> list[Ask]:
-        """Take out everybody who cannot be answered in time any more."""
-        late = [
-            ask
-            for tenant in self._tenants.values()
-            for _, _, ask in tenant.heap
-            if ask.request_id in self._where and ask.deadline <= now + ask.first_token_s
-        ]
-        for ask in late:
-            self.leave(ask.request_id)
-        return late
-
     def leave(self, request_id: str) -> bool:
         """The client has gone, or the request was refused elsewhere. False: it was not waiting."""
         name = self._where.pop(request_id, None)

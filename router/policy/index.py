@@ -2,8 +2,8 @@
 
 Advisory: it is fed by what workers say of their caches, a little late. A wrong entry costs time, never correctness, so
 nothing here is locked, confirmed or waited for. What it must not do is grow or lie for ever: memory is bounded by
-`max_units` (second-chance eviction), a worker's entries live no longer than its epoch, and a gap in the sequence
-numbers asks for a snapshot.
+`max_units` (second-chance eviction; as many checkpoints, the oldest go), a worker's entries live no longer than its
+epoch, and a gap in the sequence numbers asks for a snapshot.
 
 One integer per key holds a bit per worker, so a look-up walks the prompt once for all of them: links first, then the
 at most 16 keys of each link at which some worker's prefix ends.
@@ -105,6 +105,7 @@ class PrefixIndex:
         self._units: dict[bytes, int] = {}
         self._lower: dict[bytes, tuple[int, int]] = {}  # (host bits, disk bits); without an entry all are on device
         self._checkpoints: dict[bytes, dict[int, int]] = {}
+        self._states = 0  # lengths in _checkpoints
         self._lower_states: dict[tuple[bytes, int], tuple[int, int]] = {}  # as _lower
         self._expected: dict[bytes, int] = {}
         self._expiries: deque[tuple[float, int, Sequence[bytes]]] = deque()
@@ -318,11 +319,7 @@ class PrefixIndex:
                         self._unset(key, source.bit)
             case Kind.CHECKPOINT_READY:
                 for key in event.keys:
-                    lengths = self._checkpoints.setdefault(key, {})
-                    lengths[event.state_length] = lengths.get(event.state_length, 0) | 1 << source.bit
-                    source.checkpoints.add((key, event.state_length))
-                    if self._lower_states or event.tier != "device":
-                        place(self._lower_states, (key, event.state_length), source.bit, event.tier)
+                    self._store_checkpoint(source, key, event.state_length, event.tier)
             case Kind.CHECKPOINT_REMOVED:
                 for key in event.keys:
                     self._drop_checkpoint(source, key, event.state_length)
@@ -372,11 +369,27 @@ class PrefixIndex:
                 continue
             del self._units[key]
             self._lower.pop(key, None)
+            self._forget_states(key)
             holders = set(bits_of(bits & ~_TOUCHED))
             for source in self._sources.values():
                 if source.bit in holders:
                     source.keys.discard(key)
             return
+
+    def _store_checkpoint(self, source: _Source, key: bytes, length: int, tier: str) -> None:
+        lengths = self._checkpoints.setdefault(key, {})
+        self._states += length not in lengths
+        lengths[length] = lengths.get(length, 0) | 1 << source.bit
+        source.checkpoints.add((key, length))
+        if self._lower_states or tier != "device":
+            place(self._lower_states, (key, length), source.bit, tier)
+        while self._states > self._max:
+            self._forget_states(next(iter(self._checkpoints)))
+
+    def _forget_states(self, key: bytes) -> None:
+        for source in self._sources.values():
+            for length in [at for at in self._checkpoints.get(key, ()) if (key, at) in source.checkpoints]:
+                self._drop_checkpoint(source, key, length)
 
     def _drop_checkpoint(self, source: _Source, key: bytes, length: int) -> None:
         source.checkpoints.discard((key, length))
@@ -387,6 +400,7 @@ class PrefixIndex:
         lengths[length] &= ~(1 << source.bit)
         if not lengths[length]:
             del lengths[length]
+            self._states -= 1
         if not lengths:
             del self._checkpoints[key]
 
@@ -403,8 +417,7 @@ class PrefixIndex:
             self._forget_expected(bit, keys)
 
     def _drop_expected(self, bit: int) -> None:
-        mine = [entry for entry in self._expiries if entry[1] == 1 << bit]
-        for entry in mine:
+        for entry in [entry for entry in self._expiries if entry[1] == 1 << bit]:
             self._expiries.remove(entry)
             self._forget_expected(entry[1], entry[2])
 
@@ -427,6 +440,10 @@ class PrefixIndex:
         for key, (host, disk) in self._lower.items():
             assert not (host | disk) & ~self._units.get(key, 0), "a tier of nobody"
             assert not host & disk, "one copy in two tiers"
+        told = ((key, at, bits) for key, lengths in self._checkpoints.items() for at, bits in lengths.items())
+        saved = {(key, at, bit) for key, at, bits in told for bit in bits_of(bits)}
+        assert saved == {(*state, source.bit) for source in self._sources.values() for state in source.checkpoints}
+        assert self._states == len({(key, at) for key, at, _ in saved}) <= self._max
         for (key, length), (host, disk) in self._lower_states.items():
             assert not (host | disk) & ~self._checkpoints.get(key, {}).get(length, 0), "a tier of no state"
             assert not host & disk, "one state in two tiers"

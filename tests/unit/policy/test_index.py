@@ -259,6 +259,39 @@ def test_memory_is_bounded_and_what_is_looked_up_stays() -> None:
     assert len(index) <= 200
 
 
+def ready(sequence: int, key: bytes, length: int = 256) -> Batch:
+    return Batch(1, sequence, [CacheEvent(Kind.CHECKPOINT_READY, [key], state_length=length)])
+
+
+@pytest.mark.parametrize("one_key", [False, True])
+def test_checkpoints_are_bounded_whatever_a_worker_announces_and_never_takes_back(one_key: bool) -> None:
+    index, keys = PrefixIndex(max_units=100, stateful=True), keys_of(prompt(16 * 1000))
+    for number, key in enumerate(keys):
+        index.apply("a", ready(number + 1, keys[0] if one_key else key, number))
+        index.apply("b", ready(number + 1, key))
+    index.check()
+    for worker in "ab":
+        known = index.export(worker)
+        assert known is not None
+        assert len(known.events) <= 100
+    index.forget("a")
+    index.forget("b")
+    index.check()
+
+
+def test_what_is_evicted_takes_its_checkpoints_along() -> None:
+    index, hot = PrefixIndex(max_units=40, stateful=True), prompt(512)
+    index.apply("a", stored(1, keys_of(hot)))
+    index.apply("a", ready(2, keys_of(hot)[15]))
+    assert index.match(PromptKeys(ROOT, hot))[index.bit("a")].resume == 256
+    for number in range(4):  # the first time around it is spared: it was looked up
+        index.apply("a", stored(3 + number, keys_of(prompt(512, seed=100 + number))))
+    assert hits(index, hot, "a") == [0]
+    index.apply("a", stored(7, keys_of(hot)))
+    assert index.match(PromptKeys(ROOT, hot))[index.bit("a")].resume == 0
+    index.check()
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Against the plain thing it stands for: a set of keys per worker."""
 
@@ -308,6 +341,17 @@ class IndexMachine(RuleBasedStateMachine):
         keys = list(dict.fromkeys([*keys, *higher]))
         self.say(worker, CacheEvent(Kind.TIER_CHANGED, keys, tier))
         held.update(dict.fromkeys(keys, tier))
+
+    @rule(
+        worker=st.sampled_from("abc"),
+        which=st.integers(0, 3),
+        page=st.integers(0, 20),
+        kind=st.sampled_from([Kind.CHECKPOINT_READY, Kind.CHECKPOINT_REMOVED]),
+        tier=st.sampled_from(["host", "disk", "device"]),
+    )
+    def save_or_lose_a_state(self, worker: str, which: int, page: int, kind: Kind, tier: str) -> None:
+        key = keys_of(self.prompts[which])[page % 12]
+        self.say(worker, CacheEvent(kind, [key], tier, state_length=16 * page))
 
     @rule(worker=st.sampled_from("abc"))
     def restart(self, worker: str) -> None:
