@@ -12,8 +12,9 @@ from typing import Any
 import click
 
 from deploy.supervisor import EXIT_REFUSED
-from pdserve.flags import CLIENT_KEYS, Command, configured
+from pdserve.flags import Command, configured
 from runtime.config import Config
+from runtime.config_keys import CHAT_KEYS, DOWN_KEYS, RESTART_KEYS, STATUS_KEYS, keys_of, keys_of_demo, keys_of_up
 from runtime.errors import InvalidRequest, NotFound, PdserveError
 
 
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 @main.command()
-@configured
+@configured(keys_of_demo())
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object and nothing else")
 @click.option("--ask", default="", help="the question  [default: one the model can answer]")
 def demo(config: Config, ask: str, as_json: bool) -> None:
@@ -58,7 +59,7 @@ def demo(config: Config, ask: str, as_json: bool) -> None:
 
 
 @main.command()
-@configured
+@configured(keys_of_up())
 def up(config: Config) -> None:
     """Start a cluster: router, Ray (or join --address) and workers. Runs until Ctrl-C unless --detach."""
     from pdserve.up import run
@@ -67,7 +68,7 @@ def up(config: Config) -> None:
 
 
 @main.command()
-@configured(listed=CLIENT_KEYS)
+@configured(DOWN_KEYS)
 def down(config: Config) -> None:
     """End the cluster of this state folder, or the workers in the Ray at --address."""
     from deploy import cluster
@@ -80,7 +81,7 @@ def down(config: Config) -> None:
 
 
 @main.command()
-@configured(listed=CLIENT_KEYS | {"drain_timeout_s"})
+@configured(RESTART_KEYS)
 @click.option("--rolling/--at-once", default=True, help="one after the other, no request fails  [rolling]")
 @click.option("--worker", "only", multiple=True, help="restart this one alone; may be given again  [all]")
 @click.option("--force", is_flag=True, help="also a worker that nobody can stand in for")
@@ -98,7 +99,7 @@ def restart(config: Config, rolling: bool, only: tuple[str, ...], force: bool, r
 
 
 @main.command()
-@configured(listed=CLIENT_KEYS)
+@configured(STATUS_KEYS)
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--json", "as_json", is_flag=True, help="for machines")
 def status(config: Config, router: str, as_json: bool) -> None:
@@ -109,7 +110,7 @@ def status(config: Config, router: str, as_json: bool) -> None:
 
 
 @main.command()
-@configured(listed=CLIENT_KEYS)
+@configured(CHAT_KEYS)
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--api-key", default="", envvar="PDSERVE_CLIENT_KEY", help="sent as a bearer token")
 @click.option("--max-tokens", default=512, show_default=True)
@@ -122,7 +123,7 @@ def chat(config: Config, router: str, api_key: str, max_tokens: int, temperature
 
 
 @main.command("router")
-@configured
+@configured(keys_of("router"))
 def router_command(config: Config) -> None:
     """Run the router alone (in the foreground)."""
     from router.app import main as run
@@ -133,7 +134,7 @@ def router_command(config: Config) -> None:
 
 
 @main.command()
-@configured
+@configured(keys_of("worker"))
 def worker(config: Config) -> None:
     """Run one worker alone (in the foreground); --registry says where it announces itself."""
     from pdserve.worker import main as run
@@ -142,7 +143,7 @@ def worker(config: Config) -> None:
 
 
 @main.command()
-@configured
+@configured(keys_of("controller"))
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--metrics", default="", help="host:port of that router's /metrics, or several  [as of the cluster]")
 def controller(config: Config, router: str, metrics: str) -> None:

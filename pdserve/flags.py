@@ -5,61 +5,47 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, get_args, get_origin, overload
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
 from runtime.config import Config
+from runtime.config_keys import FIRST, section_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-SECTIONS = {
-    "model": "The model",
-    "role": "One worker",
-    "host_pool_bytes": "Host tier",
-    "sim": "Simulated workers",
-    "lease_s": "Hand-off",
-    "http_listen": "The router",
-    "registry": "Registry and control",
-    "elastic": "Elastic roles",
-    "tls_cert": "TLS for our own sockets: all three or none",
-    "prefill": "The cluster",
-}
-"""The first key of each section of the help."""
-
-CLIENT_KEYS = frozenset({"registry_token", "tls_cert", "tls_key", "tls_ca", "address", "fleet", "state_dir"})
-"""What a command that only talks to a cluster looks at; it takes the other keys without listing them."""
+MANY = 20
+"""Keys of a help from which on the common ones are repeated to nobody: they stand first, and not under their title."""
 
 
 class Command(click.Command):
-    """Lists its own options first, then the configuration by section."""
+    """Lists its own options first, then the common keys of the configuration, then the others by what they are about.
+    It takes every key, and lists those that it reads."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                title = param.section if isinstance(param, _Key) else "Options"
-                sections.setdefault(title, []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
+        keys = {param.name or "": param for param in self.get_params(ctx) if isinstance(param, _Key)}
+        common = FIRST if sum(not key.hidden for key in keys.values()) > MANY else ()
+        own = [param for param in self.get_params(ctx) if not isinstance(param, _Key)]
+        sections: dict[str, list[click.Parameter]] = {"Options": own, "Common": [keys[key] for key in common]}
+        for key, title in section_of().items():
+            if key in keys and key not in common:
+                sections.setdefault(title, []).append(keys[key])
+        for title, params in sections.items():
+            records = [record for param in params if (record := param.get_help_record(ctx)) is not None]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 class _Key(click.Option):
     """A configuration key as a flag."""
 
-    section = ""
 
-
-def _options(listed: frozenset[str] | None) -> list[click.Parameter]:
+def _options(listed: frozenset[str]) -> list[click.Parameter]:
     options: list[click.Parameter] = []
-    section = ""
     for key, info in Config.model_fields.items():
-        section = SECTIONS.get(key, section)
         option = _option(key, info.annotation, info.default, info.description or "")
-        option.section = section
-        option.hidden = listed is not None and key not in listed
+        option.hidden = key not in listed
         options.append(option)
     return options
 
@@ -70,26 +56,17 @@ def _option(key: str, annotation: Any, default: Any, text: str) -> _Key:
         text = f"{text}  [{'on' if default else 'off'}]"
         return _Key([f"--{dashed}/--no-{dashed}", key], default=None, help=text)
     kind: Any = click.Choice(list(get_args(annotation))) if get_origin(annotation) is Literal else annotation
-    return _Key([f"--{dashed}", key], type=kind, default=None, help=text if default == "" else f"{text}  [{default}]")
+    shown = "" if default == "" and "empty" in text else f"  [{'none' if default == '' else default}]"
+    return _Key([f"--{dashed}", key], type=kind, default=None, help=text + shown)
 
 
-@overload
-def configured(function: _F) -> _F: ...
-
-
-@overload
-def configured(*, listed: frozenset[str]) -> Callable[[_F], _F]: ...
-
-
-def configured(function: _F | None = None, *, listed: frozenset[str] | None = None) -> Any:
+def configured(listed: frozenset[str]) -> Callable[[_F], _F]:
     """Give a click command every configuration flag and --config; it is called with `config`, loaded and valid.
-    listed: the keys its help shows (default: all)."""
-    if function is None:
-        return functools.partial(_configured, listed)
-    return _configured(listed, function)
+    listed: the keys its help shows."""
+    return functools.partial(_configured, listed)
 
 
-def _configured(listed: frozenset[str] | None, function: _F) -> _F:
+def _configured(listed: frozenset[str], function: _F) -> _F:
     @click.pass_context
     @functools.wraps(function)
     def run(context: click.Context, /, config_file: str | None, **given: Any) -> Any:

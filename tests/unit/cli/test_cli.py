@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +14,15 @@ from click.testing import CliRunner, Result
 from pdserve.cli import main
 from pdserve.flags import configured
 from runtime.config import Config
-from tests.cluster_tools import run_pdserve
+from runtime.config_keys import FIRST, SECTIONS, Process, keys_of, keys_of_up
+from tests.cluster_tools import ROOT, run_pdserve
 
 
 def invoke(*arguments: str, env: dict[str, str] | None = None) -> Result:
     """Run a small command that has all the flags and prints the configuration it was given."""
 
     @click.command()
-    @configured
+    @configured(keys_of_up())
     def show(config: Config) -> None:
         click.echo(config.model_dump_json())
 
@@ -37,14 +40,59 @@ def test_every_configuration_key_is_a_flag_of_every_command() -> None:
         assert "--config" in flags
 
 
-def test_help_explains_every_flag_of_up_and_shows_to_a_client_what_it_needs() -> None:
-    up = CliRunner().invoke(main, ["up", "--help"]).output
-    chat = CliRunner().invoke(main, ["chat", "--help"]).output
+def listed(command: str) -> list[str]:
+    """The configuration keys of a command's help, in its order."""
+    text = CliRunner().invoke(main, [command, "--help"]).output
+    flags = re.findall(r"^  --([a-z0-9-]+)", text, re.MULTILINE)
+    return [key for flag in flags if (key := flag.replace("-", "_")) in Config.model_fields]
+
+
+OWN_SOURCES: dict[Process, tuple[str, ...]] = {
+    "router": ("router/**/*.py",),
+    "worker": (
+        "engine/**/*.py", "kvtransfer/*.py", "prefill_worker/*.py", "decode_worker/*.py", "pdserve/_worker*.py",
+        "pdserve/worker.py", "pdserve/sim.py",
+    ),
+    "controller": ("deploy/controller.py", "deploy/elastic*.py", "deploy/pressure.py", "deploy/fleet.py"),
+}  # fmt: skip
+NAMED_OTHERWISE = {"tls_key", "tls_ca"}  # getattr, in runtime/rpc.py
+
+
+def reads(*patterns: str) -> set[str]:
+    """Keys that are attributes of something called config in these files."""
+    files = [file for pattern in patterns for file in ROOT.glob(pattern)]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    found = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr in Config.model_fields]
+    return {node.attr for node in found if "config" in ast.unparse(node.value).rpartition(".")[2]}
+
+
+@pytest.mark.parametrize("process", ["router", "worker", "controller"])
+def test_the_help_of_a_process_lists_the_keys_that_its_sources_read(process: Process) -> None:
+    shared = reads("runtime/**/*.py") | NAMED_OTHERWISE  # by whichever process uses that module
+    assert set(listed(process)) == keys_of(process)
+    assert keys_of(process) - shared == reads(*OWN_SOURCES[process]) - shared
+
+
+def test_a_long_help_is_in_sections_with_the_common_keys_first_and_a_default_for_each() -> None:
+    for command in ("up", "router", "worker", "controller"):
+        text = CliRunner().invoke(main, [command, "--help"]).output
+        keys = listed(command)
+        common = [key for key in FIRST if key in keys]
+        assert keys[: len(common)] == common
+        assert len(keys) == len(set(keys)), "each once"
+        titles = re.findall(r"^([A-Z].*):$", text, re.MULTILINE)
+        assert titles[:2] == ["Options", "Common"]
+        assert set(titles[2:]) <= {title for title, _ in SECTIONS.values()}
+        for entry in re.split(r"^(?=  --|[A-Z])", text, flags=re.MULTILINE):
+            if entry.startswith("  --") and re.match(r"  --([a-z0-9-]+)", entry)[1].replace("-", "_") in keys:  # type: ignore[index]
+                assert "empty" in entry or re.search(r"\[[^\]]+\]\s*$", entry), entry
+    together = set(listed("up")).union(*(listed(process) for process in OWN_SOURCES))
+    assert together == set(Config.model_fields), "nothing is nowhere"
+
+
+def test_every_key_is_explained_and_a_client_is_shown_what_it_needs() -> None:
     assert [key for key, info in Config.model_fields.items() if not info.description] == []
-    assert "--kv-pool-bytes" in up
-    assert "One worker:" in up
-    assert "--kv-pool-bytes" not in chat
-    assert chat.index("--router") < chat.index("--tls-cert")
+    assert listed("chat") == ["tls_cert", "tls_key", "tls_ca", "state_dir"]
     assert CliRunner().invoke(main, ["chat", "--max-batch=0"]).exit_code == 2  # accepted unlisted, and looked at
 
 
