@@ -105,6 +105,7 @@ class ErrorDetail(_message.Message):
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     message: _builtins.str
     retryable: _builtins.bool
@@ -113,6 +114,8 @@ class ErrorDetail(_message.Message):
     """the offending field, where there is one"""
     limit: _builtins.str
     """the limit it broke, where there is one"""
+    kind: _builtins.str
+    """the general reason that `reason` is a case of ("invalid_request"): says how to treat one not known"""
     def __init__(
         self,
         *,
@@ -122,10 +125,11 @@ class ErrorDetail(_message.Message):
         retry_after_ms: _builtins.int = ...,
         field: _builtins.str = ...,
         limit: _builtins.str = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "limit", b"limit", "message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "kind", b"kind", "limit", b"limit", "message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

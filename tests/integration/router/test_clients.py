@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from protos.v1 import common_pb2
+from runtime.errors import InvalidRequest
 from tests.integration.router.scripted import (
     Leg,
     ScriptedWorker,
@@ -146,14 +147,13 @@ async def test_a_missing_role_is_named_at_once(present: str, missing: str) -> No
         assert took < 0.05
 
 
-async def test_a_request_more_than_every_pool_is_the_clients_fault(pair: Site) -> None:
-    pair.worker("decode").refuse = common_pb2.ErrorDetail(
-        reason="invalid_request", message="more than the whole pool", field="prompt"
-    )
+@pytest.mark.parametrize("reason", ["invalid_request", "exceeds_capacity"])
+async def test_a_request_more_than_every_pool_is_the_clients_fault(pair: Site, reason: str) -> None:
+    pair.worker("decode").refuse = InvalidRequest("more than the whole pool", reason=reason, field="prompt").detail()
 
     status, body = await pair.complete()
 
-    assert (status, body["error"]["param"]) == (400, "prompt")
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, "prompt", reason)
     await pair.quiet()
 
 

@@ -41,7 +41,12 @@ class Real:
 
 @asynccontextmanager
 async def real(
-    *roles: str, step_s: float = 0.0, lease_s: float = 60.0, faults: str = "", settings: Config | None = None
+    *roles: str,
+    step_s: float = 0.0,
+    lease_s: float = 60.0,
+    faults: str = "",
+    settings: Config | None = None,
+    pool_tokens: int = 0,
 ) -> AsyncIterator[Real]:
     """Workers of these roles behind one router. The lease is long: what frees pages here is never the lease. faults:
     further ones of all of them."""
@@ -49,6 +54,8 @@ async def real(
         router = await Router.start(settings or config())
         stack.push_async_callback(router.close)
         flags = {**ORACLE, "registry": router.grpc, "lease_s": lease_s}
+        if pool_tokens:
+            flags["kv_pool_tokens"] = pool_tokens
         armed = [f"engine.step=delay:{step_s}"] * bool(step_s) + [faults] * bool(faults)
         env = {"PDSERVE_FAULTS": ",".join(armed)} if armed else {}
         workers = [WorkerProcess(role, flags, env) for role in roles]
@@ -79,6 +86,16 @@ async def test_pair_and_aggregated_answers_are_the_same_tokens() -> None:
     assert ledger["transport"] == "nixl"
     assert ledger["prefill_pid"] != ledger["decode_pid"]
     assert alone[0]["ledger"]["transfer_bytes"] == 0
+
+
+async def test_a_prompt_that_no_pool_can_ever_hold_is_refused_at_once_and_is_the_clients_fault() -> None:
+    async with real("prefill", "decode", pool_tokens=512) as made:
+        body = {"prompt": [7] * 600, "max_tokens": 4}
+        async with made.http.post("/v1/completions", json=body, timeout=aiohttp.ClientTimeout(5)) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["param"]) == (400, "prompt"), answer
+        assert answer["error"]["code"] == "exceeds_capacity"
+        assert (await made.complete(prompt=[7] * 300, max_tokens=4))["usage"]["completion_tokens"] == 4
 
 
 async def test_usage_tells_the_prefix_hit_of_prefill() -> None:

@@ -38,6 +38,15 @@ def test_a_reason_of_its_own_keeps_status_and_retryability(cls: type[PdserveErro
     assert again.row.retryable == error.row.retryable
 
 
+@pytest.mark.parametrize("cls", tree(), ids=lambda cls: cls.__name__)
+def test_an_error_inside_a_message_keeps_its_class_whatever_its_reason_is(cls: type[PdserveError]) -> None:
+    """Refusals and failed legs come without a gRPC status; what becomes of the request depends on the class."""
+    error = cls("m", reason="something_special", field="n")
+    again = errors.from_detail(common_pb2.ErrorDetail.FromString(error.detail().SerializeToString()))
+    assert type(again) is cls
+    assert again.reason == "something_special"
+
+
 def test_a_class_without_a_reason_of_its_own_is_never_what_a_peer_meant() -> None:
     class Inner(errors.KvLost):
         pass
