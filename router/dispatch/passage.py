@@ -17,13 +17,13 @@ from router.dispatch.booking import Wish
 from router.dispatch.continuity import Piece
 from router.dispatch.legs import DecodeLeg, DepartedLeg, PrefillLeg
 from router.dispatch.legs import Owner as LegOwner
-from router.dispatch.seats import ENDED, Leg, Owner, Seats, Shared, TokenLogprob
+from router.dispatch.seats import ENDED, Leg, Owner, Seats, Shared, TokenLogprob, worker_gave_up
 from router.policy.pairing import Local
 from router.policy.view import NO_FORECAST
 from router.pressure import joined
 from router.text.progress import GOES_ON
 from router.workers.worker import Worker
-from runtime.errors import DeadlineExceeded, Draining, KvLost, PdserveError, WorkerLost, from_detail
+from runtime.errors import Draining, KvLost, PdserveError, TicketInvalid, WorkerLost, from_detail
 
 MAX_DECODE_ATTEMPTS = 3
 
@@ -49,6 +49,7 @@ class Passage(Seats):
         self._leaving: list[decode_pb2.HandedOver] = []  # ahead of P's answer
         self._held: list[decode_pb2.ChoiceTokens] = []  # not yet looked at: ahead of P's answer, or under pressure
         self._refused_decode: set[str] = set(avoid.get("decode", ()))
+        self._failed_reader = ""  # the worker that had the ticket first, and failed
         self._replacing: asyncio.Task[None] | None = None
 
     def _legs_owner(self) -> LegOwner:
@@ -259,7 +260,7 @@ class Passage(Seats):
             if choice not in self.choices:
                 raise WorkerLost("the worker answered for a choice that does not exist", reason="bad_choice")
             if finish > common_pb2.FINISH_REASON_LENGTH:
-                raise _worker_gave_up(finish)
+                raise worker_gave_up(finish)
             self.owner.accept(choice, sequence, tokens, logprobs, finish)
         except PdserveError as error:
             self._fail(self.decode or self.prefill, error, lost=False)
@@ -357,6 +358,7 @@ class Passage(Seats):
         self._heard(leg, error)
         self._held.clear()
         self._ended.clear()
+        self._failed_reader = self._failed_reader or leg.worker.id
         self._refused_decode.add(leg.worker.id)
         self._replacing = asyncio.create_task(self._replace(leg, error, lost))
 
@@ -407,14 +409,17 @@ class Passage(Seats):
         self.owner.failed(self, error, lost)
 
     def _blame(self, leg: Leg, error: PdserveError) -> None:
-        """Who should not be given this request again. Pages that are lost are their source's fault, whoever says so."""
-        if isinstance(error, KvLost) and self.prefill is not None:
-            leg = self.prefill
-        names = ("prefill", "decode") if self.local else (leg.name,)
+        """Who should not be given this request again. Pages that are lost are their source's fault, whoever says so;
+        pages that are gone because a worker read them, which has failed since, are not."""
+        names, worker_id = ("prefill", "decode") if self.local else (leg.name,), leg.worker.id
         if isinstance(error, Draining) and self.local:  # it gives up decoding, and may be the only one for prompts;
             names = ("decode",)  # one that drains altogether refuses to be booked
+        if error.reason == TicketInvalid.reason and self._failed_reader:
+            names, worker_id = ("decode",), self._failed_reader
+        elif isinstance(error, KvLost) and self.prefill is not None:
+            names, worker_id = (self.prefill.name,), self.prefill.worker.id
         for name in names:
-            self._avoid = self._avoid | {name: self._avoid.get(name, frozenset()) | {leg.worker.id}}
+            self._avoid = self._avoid | {name: self._avoid.get(name, frozenset()) | {worker_id}}
 
     @property
     def avoid(self) -> dict[str, frozenset[str]]:
@@ -440,11 +445,3 @@ class Passage(Seats):
     def forget(self) -> None:
         """The request is over: passage and legs, which know each other, are freed without the collector's help."""
         self.prefill = self.decode = None
-
-
-def _worker_gave_up(finish: int) -> PdserveError:
-    if finish == common_pb2.FINISH_REASON_DEADLINE:
-        return DeadlineExceeded("the request's deadline passed")
-    if finish == common_pb2.FINISH_REASON_CANCELLED:
-        return WorkerLost("the worker cancelled the request", reason="worker_cancelled")
-    return WorkerLost("the worker failed the request", reason="worker_failed")

@@ -271,3 +271,12 @@ class Seats:
 def _no_answer(asked: Sequence[PrefillLeg | DecodeLeg]) -> None:
     for leg in asked:
         leg.no_answer()
+
+
+def worker_gave_up(finish: int) -> PdserveError:
+    """What a finish that a worker gives instead of an answer's end means."""
+    if finish == common_pb2.FINISH_REASON_DEADLINE:
+        return DeadlineExceeded("the request's deadline passed")
+    if finish == common_pb2.FINISH_REASON_CANCELLED:
+        return WorkerLost("the worker cancelled the request", reason="worker_cancelled")
+    return WorkerLost("the worker failed the request", reason="worker_failed")

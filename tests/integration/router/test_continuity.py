@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protos.v1 import common_pb2, decode_pb2
+from runtime.errors import TicketInvalid
 from tests.integration.router.honest import (
     Decoding,
     busy,
@@ -309,3 +310,30 @@ async def test_lost_pages_are_their_sources_fault_and_the_decode_worker_may_go_o
         workers[2].decode = lost
         assert (await history(made)).texts == {0: text(40)}
         assert [len(worker.submitted) for worker in workers[:2]] == [1, 1], "the other source computed it again"
+
+
+async def test_pages_that_a_worker_read_before_it_died_are_no_fault_of_their_source_and_computed_there_again() -> None:
+    workers = fleet(1, 2)  # nobody else could compute the prompt
+    async with site(*workers, settings=config()) as made:
+        read = asyncio.Event()
+
+        async def reads_once(leg: Leg) -> None:
+            await leg.ticket.wait()
+            if not read.is_set():
+                read.set()
+                await asyncio.Event().wait()  # and is not heard of again
+            for worker in workers[1:]:
+                worker.decode = Decoding()
+            error = TicketInvalid("the hand-off is released").detail()
+            leg.send(failed=decode_pb2.DecodeFailed(error=error, kv_lost=True))
+
+        for worker in workers[1:]:
+            worker.decode = reads_once
+        call = asyncio.create_task(history(made, n=2))
+        await read.wait()
+        await next(worker for worker in workers[1:] if worker.submitted).die()
+
+        seen = await call
+        assert seen.errors == []
+        assert seen.texts == {choice: text(40, choice) for choice in range(2)}
+        assert len(workers[0].submitted) == 3, "and once more for each choice"
