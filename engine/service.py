@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import structlog
@@ -20,6 +20,7 @@ import structlog
 from engine.api import Admitted, EngineRequest, Event, HandedOver, Mode
 from engine.face import Assembly, Worker, engine_request, leg_key, reserve
 from engine.fetch import Fetched, Fetcher
+from engine.order import due_at
 from kvtransfer.types import LegKey
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from runtime.errors import DeadlineExceeded, InvalidRequest, PdserveError
@@ -263,7 +264,8 @@ class Service(ABC, Generic[C, M, E, L]):
         self, leg: L, work: EngineRequest, fetcher: Fetcher, source: common_pb2.PrefixSource
     ) -> None:
         """A cached prefix is brought from another worker, if that works out in time; then the engine gets the
-        request."""
+        request, which has its place by when it came."""
+        work = replace(work, due=due_at(work.due, work.priority, self._worker.clock.monotonic()))
         leg.fetched = await fetcher.fetch(work, source)
         leg.fetch = None
         if self._legs.get(leg.key) is not leg or leg.ended:

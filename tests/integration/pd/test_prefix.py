@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from engine.api import EngineRequest, Sink
+from engine.order import due_at
 from kvtransfer.inprocess import Faults, InProcessTransport
 from protos.v1 import common_pb2, kvsource_pb2
 from tests.integration.pd.inprocess import LocalWorker, config
@@ -236,9 +239,7 @@ async def test_a_request_cancelled_while_its_prefix_comes_leaves_nothing_behind(
     router = await fleet.router(fleet.q)
     work = request(tokens, prefix_source=source(fleet.p, 288))
     await router.submit_both(work)
-    async with asyncio.timeout(10):
-        while not wire(fleet.q)._tasks:  # noqa: ASYNC110  a read of another part
-            await asyncio.sleep(0.005)
+    await begun(fleet.q)
     await router.cancel(work)
     async with asyncio.timeout(10):
         while not (await fleet.q.load()).quarantined_pages:  # noqa: ASYNC110  only asked for
@@ -246,6 +247,67 @@ async def test_a_request_cancelled_while_its_prefix_comes_leaves_nothing_behind(
     q_reads.gate.set()
     await fleet.idle()
     assert fleet.q.parts.prefill.busy() == 0
+
+
+async def test_a_prompt_whose_prefix_is_on_its_way_is_work_that_its_worker_reports(
+    fleet: Fleet, q_reads: Faults
+) -> None:
+    """It is in no queue yet; what was booked for it says so until it is."""
+    tokens = fleet.prompt()
+    await fleet.warm(fleet.p, tokens)
+    q_reads.gate = asyncio.Event()
+    router = await fleet.router(fleet.q)
+    work = request(tokens, prefix_source=source(fleet.p, 288))
+    needs = common_pb2.Needs(prompt_tokens=300, choices=1, prefill_tokens=300, slots=int(fleet.state))
+    reserved = await fleet.q.prefill.Reserve(common_pb2.ReserveRequest(ref=work.ref, needs=needs, remaining_ms=60_000))
+    work.reservation_id = reserved.reservation_id
+    asked = asyncio.create_task(router.disaggregated(work))
+    await begun(fleet.q)
+    assert (await fleet.q.load()).queued_prefill_tokens == 300
+    q_reads.gate.set()
+    answer = await asked
+    assert answer.prefill is not None
+    assert answer.prefill.fetched_tokens == 288
+    await fleet.idle()
+    assert (await fleet.q.load()).queued_prefill_tokens == 0
+
+
+@pytest.mark.parametrize("due_ms", [None, 700])
+async def test_a_prompt_whose_prefix_is_on_its_way_keeps_its_place(
+    fleet: Fleet, q_reads: Faults, monkeypatch: pytest.MonkeyPatch, due_ms: int | None
+) -> None:
+    """Whatever comes meanwhile comes after it: it is due when it came, or when its router says."""
+    tokens, other = fleet.prompt(), fleet.prompt()
+    await fleet.warm(fleet.p, tokens)
+    q_reads.gate = asyncio.Event()
+    engine, seen = fleet.q.parts.engine, dict[str, EngineRequest]()
+    submit = engine.submit
+
+    def seeing(work: EngineRequest, sink: Sink) -> None:
+        seen[work.key.request_id] = work
+        submit(work, sink)
+
+    monkeypatch.setattr(engine, "submit", seeing)
+    router, told = await fleet.router(fleet.q), {} if due_ms is None else {"due_ms": due_ms}
+    first = request(tokens, prefix_source=source(fleet.p, 288), **told)
+    asked = asyncio.create_task(router.disaggregated(first))
+    await begun(fleet.q)
+    second = request(other, **told)
+    await router.disaggregated(second)
+    assert first.ref.request_id not in seen
+    q_reads.gate.set()
+    await asked
+    due = [due_at(work.due, work.priority, time.monotonic()) for work in seen.values()]
+    assert list(seen) == [second.ref.request_id, first.ref.request_id]
+    assert due[1] < due[0]
+    await fleet.idle()
+
+
+async def begun(worker: LocalWorker) -> None:
+    """It reads from a peer."""
+    async with asyncio.timeout(10):
+        while not wire(worker)._tasks:  # noqa: ASYNC110  a read of another part
+            await asyncio.sleep(0.005)
 
 
 async def test_no_more_is_fetched_at_once_than_allowed(fleet: Fleet, q_reads: Faults) -> None:
