@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import field, replace
+from functools import partial
 
 from router.admission.admission import Ask
 from router.admission.line import Line
@@ -179,11 +180,11 @@ class Booking:
     def _too_late_s(self, wish: Wish, ask: Ask) -> float:
         """When its first token can be there, if that is surely past its deadline; else 0: nobody computes for that."""
         left_s = ask.deadline - self._now()
-        seconds = SURE * self.line.wait_s(ask, left_s / SURE)
+        seconds = SURE * self.line.wait_s(ask, left_s / SURE) if self.line else 0.0
         if seconds > left_s:
             return seconds
-        due = self.line.due(ask)
-        return self._planner.too_late_s(wish.work, wish.tokens, due, left_s, lambda: due >= self.line.last_due())
+        due = partial(self.line.due, ask)
+        return self._planner.too_late_s(wish.work, wish.tokens, left_s, due, self.line.last_due)
 
     # waiting
 

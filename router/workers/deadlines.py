@@ -24,9 +24,9 @@ def too_late_s(
     views: Iterable[WorkerView],
     speeds: Speeds,
     tokens: int,
-    due: float,
     left_s: float,
     now: float,
+    due: Callable[[], float],
     cached: Callable[[], int],
 ) -> float:
     """Seconds that the first token of a prompt due then takes at the quickest of these workers, when that is more than
@@ -35,7 +35,7 @@ def too_late_s(
         return 0.0
     least, held = math.inf, -1
     for view in views:
-        queue_s = view.queue_s(now, due)
+        queue_s = view.queue_s(now, due()) if view.work else 0.0
         seconds = SURE * (queue_s + speeds.prefill_s(view.worker_id, tokens, 0))
         if seconds > left_s:
             held = min(cached(), tokens - 1) if held < 0 else held

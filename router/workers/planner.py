@@ -198,17 +198,21 @@ class Planner:
         return least if least < math.inf else 0.0
 
     def too_late_s(
-        self, work: Work, tokens: tuple[int, ...], due: float, left_s: float, is_last: Callable[[], bool]
+        self,
+        work: Work,
+        tokens: tuple[int, ...],
+        left_s: float,
+        due: Callable[[], float],
+        last_due: Callable[[], float],
     ) -> float:
-        """Seconds until the first token, if that is surely more than `left_s`; else 0. is_last: whether all prompts at
-        workers are due sooner, which matters where nobody books who is where."""
+        """Seconds until the first token, if that is surely more than `left_s`; else 0. last_due: of the prompts at
+        workers; where nobody books who is where, a prompt is behind all of them or may be behind none."""
         if self._policy.name != "predicted":
             wait_s = SURE * self._all_have(left_s / SURE)
-            return wait_s if wait_s and is_last() else 0.0
+            return wait_s if wait_s and due() >= last_due() else 0.0
         now = self._clock.monotonic()
         views = (self.others.corrected(view, worker.load, now) for worker, view in self._known())
-        cached = partial(self._most_cached, work, tokens)
-        return too_late_s(views, self.speeds, len(tokens), due, left_s, now, cached)
+        return too_late_s(views, self.speeds, len(tokens), left_s, now, due, partial(self._most_cached, work, tokens))
 
     def _most_cached(self, work: Work, tokens: tuple[int, ...]) -> int:
         keys = PromptKeys(root(work.salt, self._model, self._revision), tokens)

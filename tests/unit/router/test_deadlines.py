@@ -36,7 +36,7 @@ def worker(name: str = "p1", *queue: tuple[float, float]) -> WorkerView:
 
 
 def late(*views: WorkerView, speeds: Speeds | None = None, left_s: float, due: float = 100.0, cached: int = 0) -> float:
-    return too_late_s(views, speeds or taught(), 1000, due, left_s, 0.0, lambda: cached)
+    return too_late_s(views, speeds or taught(), 1000, left_s, 0.0, lambda: due, lambda: cached)
 
 
 def test_a_prompt_that_takes_longer_than_its_time_on_an_idle_worker_is_too_late() -> None:
