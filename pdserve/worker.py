@@ -55,6 +55,7 @@ def main(config: Config) -> int:
     """Run a worker to its end; the process's exit status."""
     code = lifecycle.run(lambda stopping: serve(config, stopping), use_uvloop=True)
     if code == EXIT_FAULT:
+        logs.finish()
         os._exit(code)  # a thread inside a torch operation would abort a regular exit
     return code
 

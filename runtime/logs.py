@@ -2,11 +2,13 @@
 
 Values under the names in SENSITIVE become a short description (their kind and length) wherever they stand in an
 entry, nested ones too, unless prompts are switched on, which keys and secrets never are. Tracebacks have no local
-variables, since those hold prompts. A line that cannot be written costs nobody their request.
+variables, since those hold prompts. A line that cannot be written costs nobody their request, and a storm of failures
+is a few lines and a count (`log_bound`).
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -17,6 +19,7 @@ import orjson
 import structlog
 
 from runtime.config import Config
+from runtime.log_bound import KIND, Bounded
 
 CONTENT = frozenset({
     "prompt", "prompts", "messages", "content", "text", "tokens", "token_ids", "prompt_tokens_ids", "input", "body",
@@ -38,17 +41,50 @@ def setup(config: Config, *, stream: TextIO | None = None, **bound: Any) -> None
     """Configure structlog for this process: lines for a terminal, JSON otherwise. `bound` goes into every entry
     (worker=..., role=...)."""
     out = stream or sys.stderr
+    sink = _Sink(out)
+    shaped: list[structlog.typing.Processor] = [_Standing(bound), Redact(prompts=config.log_prompts), *_renderers(out)]
+
+    def tell(entry: Any) -> None:
+        for processor in shaped:
+            entry = processor(None, "warning", entry)
+        sink.write(f"{entry}\n")
+
     structlog.reset_defaults()
     structlog.configure(
-        processors=[
-            _Standing(bound),
-            Redact(prompts=config.log_prompts),
-            *_renderers(out),
-        ],
+        processors=[Bounded(tell), *shaped],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level]),
-        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Sink(out))),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", sink)),
         cache_logger_on_first_use=False,
     )
+    _take_over(logging.getLogger())
+    atexit.register(finish)
+
+
+def finish() -> None:
+    """Tell what was left out so far: at the end of the process. Idempotent."""
+    for processor in structlog.get_config()["processors"]:
+        if isinstance(processor, Bounded):
+            processor.finish()
+
+
+def _take_over(root: logging.Logger) -> None:
+    """What goes through the standard library's logging (the engine, the transfers, asyncio) is written as everything
+    else is, with the same care about contents and storms."""
+    for handler in list(root.handlers):
+        if isinstance(handler, _FromLogging):
+            root.removeHandler(handler)
+    root.addHandler(_FromLogging(logging.WARNING))
+
+
+class _FromLogging(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        given = {name: value for name, value in vars(record).items() if name not in _RECORD}
+        log = structlog.get_logger(record.name)
+        event = str(record.msg) % record.args if record.args else str(record.msg)
+        log.log(record.levelno, event, logger=record.name, exc_info=record.exc_info, **{KIND: str(record.msg)}, **given)
+
+
+_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "event", "logger"}
 
 
 class _Sink:
