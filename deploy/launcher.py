@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,11 +25,13 @@ from bench.sim.profile import Profile
 from deploy import processes, ray_head
 from deploy.placement import WorkerSpec, child_env, local_gpus, most_workers, namespace, plan, settings_of
 from deploy.ports import admin_addresses, settle
+from deploy.renewal import Renewal, Started
 from deploy.simulated import Simulated
 from deploy.state import ClusterRecord, StateDir
 from deploy.supervisor import EXIT_REFUSED
 from runtime.config import Config
 from runtime.errors import PdserveError
+from runtime.lifecycle import READY_FD
 
 ROUTER_GRACE_S = 5.0
 SIMULATED_GRACE_S = 5.0
@@ -55,11 +57,15 @@ class Launcher:
         self._controller_at = 0.0  # when to start it again
         self._ray_folder: Path | None = None
         self._simulated = Simulated(config, "", state.logs)
+        self._renew = threading.Event()  # by SIGUSR1
+        self._renewal: Renewal | None = None
+        self._record: ClusterRecord | None = None
 
     def run(self) -> int:
         """Start everything, keep the router alive, return the exit status after a clean end."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self._stop.set())
+        signal.signal(signal.SIGUSR1, lambda *_: self._renew.set())
         try:
             self._start()
             self._supervise()
@@ -80,7 +86,8 @@ class Launcher:
         self._admins = admin_addresses(config)
         registry = config.registry or self._grpc
         specs = plan(config, registry, cores=len(os.sched_getaffinity(0)), gpus=local_gpus())
-        self._router_settings = settings_of(config) | {"http_listen": self._http, "grpc_listen": self._grpc}
+        listens = {"http_listen": self._http, "grpc_listen": self._grpc, "reuse_port": "true"}
+        self._router_settings = settings_of(config) | listens
         self._own_ray = not (config.address or config.sim)
         self._ray_folder = ray_head.make_folder() if self._own_ray else None
         self._write_record(config.address, specs)  # so that `status` and `down` find it from here on
@@ -92,12 +99,24 @@ class Launcher:
             self._start_workers(specs)
         threading.Thread(target=self._hear_front, daemon=True).start()
 
-    def _start_router(self, number: int) -> subprocess.Popen[bytes]:
+    def _start_router(self, number: int, word: int | None = None) -> subprocess.Popen[bytes]:
+        """word: the end of a pipe it writes to when it serves."""
         env = child_env(os.environ, self._router_settings | {"admin_listen": self._admins[number]})
         with (self._state.logs / f"{_router(number)}.log").open("ab") as output:
             return processes.spawn(
-                [sys.executable, "-m", "pdserve", "router"], env=env, death_signal=signal.SIGTERM, output=output
+                [sys.executable, "-m", "pdserve", "router"],
+                env=env if word is None else env | {READY_FD: str(word)},
+                death_signal=signal.SIGTERM,
+                output=output,
+                keep=() if word is None else (word,),
             )
+
+    def _start_successor(self, number: int) -> Started:
+        reader, writer = os.pipe()
+        try:
+            return self._start_router(number, writer), reader
+        finally:
+            os.close(writer)
 
     def _simulate(self, registry: str) -> None:
         self._simulated = Simulated(self._config, registry, self._state.logs)
@@ -134,7 +153,7 @@ class Launcher:
     def _write_record(self, address: str, specs: list[WorkerSpec]) -> None:
         me = processes.look(os.getpid())
         assert me is not None
-        self._state.write(
+        self._note(
             ClusterRecord(
                 launcher_pid=me.pid,
                 launcher_start=me.start,
@@ -151,6 +170,11 @@ class Launcher:
                 sim=self._config.sim,
             )
         )
+
+    def _note(self, record: ClusterRecord) -> None:
+        if record != self._record:
+            self._record = record
+            self._state.write(record)
 
     def _place(self, address: str, specs: list[WorkerSpec]) -> None:
         local = self._own_ray
@@ -197,6 +221,7 @@ class Launcher:
             self._check_ray()
             self._check_simulated()
             self._check_router()
+            self._check_renewal()
             self._check_controller()
 
     def _settle_down(self) -> None:
@@ -233,6 +258,19 @@ class Launcher:
             self._stop.wait(REFUSED_PAUSE_S if code == EXIT_REFUSED else 0.2)
             self._routers[number] = self._start_router(number)
 
+    def _check_renewal(self) -> None:
+        """`pdserve restart --part routers` asks by a signal and reads in the record how far it is."""
+        assert self._record is not None
+        record = replace(self._record, routers=tuple(router.pid for router in self._routers))
+        if self._renewal is None and self._renew.is_set() and not self._talking:
+            self._renew.clear()
+            self._renewal = Renewal(self._routers, self._start_successor, self._config.drain_timeout_s)
+        if self._renewal is not None and not self._renewal.turn():
+            record = replace(record, renewals=record.renewals + 1, renewal_error=self._renewal.error)
+            self._renewal.close()
+            self._renewal = None
+        self._note(record)
+
     def _check_controller(self) -> None:
         """It runs from the end of the start on. The fleet can do without it, so whatever it ends with, it is only
         started again, after a pause."""
@@ -266,13 +304,14 @@ class Launcher:
     def _end(self) -> None:
         """Everything in order, then whatever is left of the session. The record goes last."""
         simulated = self._simulated.processes()
-        for process in (self._controller, *simulated, *self._routers, self._ray, self._placer):
+        routers = [*self._routers, *(self._renewal.processes() if self._renewal is not None else ())]
+        for process in (self._controller, *simulated, *routers, self._ray, self._placer):
             if process is not None and process.poll() is None:
                 process.terminate()
         for process, grace in (
             (self._controller, 1.0),
             *((one, SIMULATED_GRACE_S) for one in simulated),
-            *((router, ROUTER_GRACE_S) for router in self._routers),
+            *((router, ROUTER_GRACE_S) for router in routers),
             (self._ray, RAY_GRACE_S),
             (self._placer, 1.0),
         ):

@@ -52,8 +52,10 @@ def spawn(
     stdin: int = subprocess.DEVNULL,
     stderr: IO[bytes] | int | None = None,
     new_session: bool = False,
+    keep: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a child that gets `death_signal` when the calling thread (and so this process) ends."""
+    """Start a child that gets `death_signal` when the calling thread (and so this process) ends. keep: open files it
+    inherits."""
     return subprocess.Popen(
         list(argv),
         env=dict(env),
@@ -61,6 +63,7 @@ def spawn(
         stdout=output,
         stderr=output if stderr is None else stderr,
         start_new_session=new_session,
+        pass_fds=keep,
         preexec_fn=_tie(os.getpid(), death_signal),
     )
 

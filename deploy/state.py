@@ -37,6 +37,9 @@ class ClusterRecord:
     registry_token: str = ""
     metrics: str = ""  # of the routers, with commas between them
     sim: str = ""  # the profile of simulated workers
+    routers: tuple[int, ...] = ()  # their processes
+    renewals: int = 0  # how often the routers have been restarted, and how the last time ended
+    renewal_error: str = ""
 
     @property
     def running(self) -> bool:
@@ -93,7 +96,7 @@ class StateDir:
         """The record, or None when no cluster was started here. Raises InvalidRequest on a damaged one."""
         try:
             raw = json.loads((self.folder / RECORD).read_text())
-            return ClusterRecord(**{**raw, "workers": tuple(raw["workers"])})
+            return ClusterRecord(**{**raw, "workers": tuple(raw["workers"]), "routers": tuple(raw.get("routers", ()))})
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError):

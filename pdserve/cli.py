@@ -85,16 +85,24 @@ def down(config: Config) -> None:
 @click.option("--rolling/--at-once", default=True, help="one after the other, no request fails  [rolling]")
 @click.option("--worker", "only", multiple=True, help="restart this one alone; may be given again  [all]")
 @click.option("--force", is_flag=True, help="also a worker that nobody can stand in for")
+@click.option("--part", type=click.Choice(["workers", "routers"]), default="workers", help="whose processes  [workers]")
 @click.option("--router", default="", help="gRPC address of a router  [the cluster of this state folder]")
 @click.option("--metrics", default="", help="host:port of that router's /metrics, or several  [as of the cluster]")
-def restart(config: Config, rolling: bool, only: tuple[str, ...], force: bool, router: str, metrics: str) -> None:
-    """Restart the workers' processes: drain one, replace it, wait until it serves, then the next."""
-    from deploy.restart import RestartFailed
-    from pdserve.restart import run
+def restart(
+    config: Config, rolling: bool, only: tuple[str, ...], force: bool, part: str, router: str, metrics: str
+) -> None:
+    """Restart the workers' processes: drain one, replace it, wait until it serves, then the next. With --part routers
+    those of the routers: start another one, let the old one finish, then the next."""
+    from deploy import restart as process
+    from pdserve import restart
 
     try:
-        asyncio.run(run(config, router, metrics, only, rolling=rolling, force=force))
-    except RestartFailed as error:
+        if part == "routers":
+            restart.check_routers(rolling=rolling, only=only, router=router)
+            restart.routers(config)
+        else:
+            asyncio.run(restart.run(config, router, metrics, only, rolling=rolling, force=force))
+    except process.RestartFailed as error:
         raise click.ClickException(str(error)) from None
 
 

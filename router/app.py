@@ -32,7 +32,7 @@ from router.text.codec import Codec
 from router.workers.fleet import Expected, Fleet
 from router.workers.planner import Planner
 from router.workers.worker import Worker
-from runtime import lifecycle, logs, rpc
+from runtime import lifecycle, listeners, logs, rpc
 from runtime.clock import SystemClock
 from runtime.config import Config
 from runtime.errors import InvalidRequest
@@ -42,6 +42,7 @@ from runtime.metrics import Metrics
 from runtime.modelfiles import ModelFiles
 from runtime.registry import open_store
 from runtime.registry.feed import Feed
+from runtime.registry.heir import Heir
 from runtime.registry.service import RegistryService
 
 INFERENCE = "pdserve.v1.Inference"
@@ -49,9 +50,12 @@ REGISTRY = "pdserve.v1.Registry"
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 HEALTH = "grpc.health.v1.Health"
 GOODBYE_S = 1.0
-LOOK_AROUND_S = 5.0
+LOOK_AROUND_S = 15.0
 STEP_ASIDE_S = 0.2
-"""For requests that were on their way to a connection of ours when it closed."""
+"""For connections that were dealt to us and are still to be accepted."""
+
+SILENCE_S = 1.0
+"""A connection on which nothing is asked for so long is closed by a router that leaves."""
 
 YOUNG_OBJECTS = 50_000
 """Containers made and not freed before the collector looks at them."""
@@ -92,7 +96,12 @@ def _spare_the_collector() -> None:
 
 def main(config: Config) -> int:
     """The process: exit status 0 after an orderly end."""
-    return lifecycle.run(lambda stopping: serve(config, stopping, _spare_the_collector), use_uvloop=True)
+
+    def started() -> None:
+        _spare_the_collector()
+        lifecycle.tell_ready()
+
+    return lifecycle.run(lambda stopping: serve(config, stopping, started), use_uvloop=True)
 
 
 class Router:
@@ -141,10 +150,12 @@ class Router:
             removed=self._removed,
             metrics=self.metrics,
         )
-        self._shares_port = config.routers > 1
+        self._shares_port = config.routers > 1 or config.reuse_port
+        self._registry = RegistryService(self._store, config)
+        self._heir = Heir(self._store, config, config.grpc_listen)
         self._server = rpc.server(config, shares_port=self._shares_port)
         self._leaving: asyncio.Task[None] | None = None
-        self._runners: list[web.AppRunner] = []
+        self._runners: list[Runner] = []
         self.http = ""
         self.admin = ""
         self.grpc = ""
@@ -161,11 +172,13 @@ class Router:
         return router
 
     async def _listen(self) -> None:
-        RegistryService(self._store, self.config).add_to(self._server)
+        self._registry.add_to(self._server)
         InferenceService(self.front, self._defaults).add_to(self._server)
         HealthService(self.health, [INFERENCE, REGISTRY]).add_to(self._server)
         reflection.enable_server_reflection((INFERENCE, REGISTRY, HEALTH, REFLECTION), self._server)
         self.sharing.start()
+        if self._shares_port and not self.config.registry:
+            await self._heir.start()
         self._feed.start()
         self.dispatcher.start()
         if self._shares_port:
@@ -223,24 +236,31 @@ class Router:
         self._held.set(self.front.permits.inflight)
 
     async def drain(self) -> None:
-        """Take nothing new, finish what runs within drain_timeout_s."""
+        """Leave the ports to whoever else listens there, or will; finish what runs within drain_timeout_s."""
         self.health.draining = True
-        if self._shares_port:
-            await self._step_aside()
-        self.front.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout_s):
+                leaving = await self._step_aside()
+                await asyncio.gather(*(runner.left(SILENCE_S) for runner in self._runners))
                 await self.front.permits.idle()
+                await asyncio.wait((leaving,), timeout=GOODBYE_S)  # some calls never end, those that watch
 
-    async def _step_aside(self) -> None:
-        """New connections go to the other processes; idle ones are closed, busy ones after what they are busy with."""
-        door = self._runners[0]
-        for site in list(door.sites):
-            await site.stop()
-        if isinstance(door.server, web.Server):
-            door.server.pre_shutdown()
-        self._leaving = asyncio.create_task(self._server.stop(self.config.drain_timeout_s))
+    async def _step_aside(self) -> asyncio.Task[None]:
+        """New connections are somebody else's, and so are the workers' records; those known here stay as they are."""
+        for runner in self._runners:
+            runner.leave()
+        listeners.turn_away(
+            {int(address.rpartition(":")[2]) for address in (self.http, self.grpc, self.admin) if address}
+        )
+        if not self.config.registry:
+            await self._feed.stop()
+            self._registry.leave()
         await asyncio.sleep(STEP_ASIDE_S)
+        for runner in self._runners:
+            for site in list(runner.sites):
+                await site.stop()
+        self._leaving = asyncio.create_task(self._server.stop(self.config.drain_timeout_s))
+        return self._leaving
 
     async def close(self) -> None:
         """Cut what is left. Idempotent."""
@@ -249,6 +269,7 @@ class Router:
         await self._server.stop(GOODBYE_S if self.front.permits.inflight else 0)
         if self._leaving is not None:
             await self._leaving
+        await self._heir.stop()
         await self._feed.stop()
         await self.dispatcher.close()
         await self.planner.close()

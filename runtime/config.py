@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from runtime.errors import InvalidRequest
+from runtime.lifecycle import READY_FD
 
 RoleName = Literal["prefill", "decode", "both"]
 
@@ -140,6 +141,11 @@ class Config(BaseSettings):
         ge=1,
         le=64,
         description="router processes that share the HTTP and the gRPC port; several need registry=redis",
+    )
+    reuse_port: bool = Field(
+        False,
+        description="another router process of this user may listen on the same addresses: one that takes over from "
+        "this one, or from which this one does (`up` sets it)",
     )
     api_keys_file: str = Field(
         "", description="YAML: sha256 of each key -> tenant and limits; empty = open, one tenant"
@@ -326,7 +332,7 @@ class Config(BaseSettings):
 
 _PREFIX = "PDSERVE_"
 _FILE_ENV = "PDSERVE_CONFIG_FILE"
-_NOT_KEYS = {_FILE_ENV, "PDSERVE_FAULTS", "PDSERVE_CLIENT_KEY"}
+_NOT_KEYS = {_FILE_ENV, READY_FD, "PDSERVE_FAULTS", "PDSERVE_CLIENT_KEY"}
 _SERVICE_LINK = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP)\w*)$")
 """What Kubernetes puts into every container for a Service whose name begins with "pdserve"."""
 _REGISTRY = re.compile(r"(redis|rediss|unix)://.+|[^/\s]+:\d{1,5}")

@@ -11,10 +11,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
+
+READY_FD = "PDSERVE_READY_FD"
+"""Names a pipe: whoever has started a process waits there for its word."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = structlog.get_logger("pdserve.lifecycle")
@@ -59,3 +62,12 @@ def _uvloop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
+
+
+def tell_ready() -> None:
+    """This process serves. Said once, to whoever has started it and wants to know."""
+    number = os.environ.pop(READY_FD, "")
+    if number:
+        with suppress(OSError):
+            os.write(int(number), b"ready\n")
+            os.close(int(number))

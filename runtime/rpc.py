@@ -59,7 +59,7 @@ _SERVER_OPTIONS: list[tuple[str, int]] = [
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *_COMMON_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # to connect: a first packet that is lost is sent again after 1 s
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # closing a channel closes its connection

@@ -21,6 +21,7 @@ from router.api.shapes import error_body
 from runtime.errors import InvalidRequest
 
 Handler = Callable[[Any], Awaitable[web.StreamResponse]]
+Factory = Callable[..., web.BaseRequest]
 
 HEADER_TIMEOUT_S = 75.0
 MAX_HEADER_BYTES = 16 << 10
@@ -39,13 +40,16 @@ PARTS_AHEAD = 64
 """As so many parts as it came in: the library answers what is sound before it looks at what is not, as long as they did
 not come together."""
 
+LOOK_S = 0.05
+"""Between two looks at the connections of a server that leaves."""
+
 _UNKNOWN = -1
 
 
 class Protocol(web.RequestHandler):
     """One connection. broken: what came last is not HTTP."""
 
-    __slots__ = ("_ahead", "_endpoints", "_owed", "_taken", "_task", "broken")
+    __slots__ = ("_ahead", "_endpoints", "_owed", "_silent_at", "_taken", "_task", "broken")
 
     def __init__(self, *args: Any, endpoints: Mapping[str, Endpoint], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,6 +59,7 @@ class Protocol(web.RequestHandler):
         self._taken: Taken | None = None  # a request of the lane
         self._task: asyncio.Task[None] | None = None  # which answers it
         self._ahead: list[bytearray] = []  # what came behind it
+        self._silent_at: float | None = None  # when it was first seen to wait, by a server that leaves
 
     def data_received(self, data: bytes) -> None:
         """aiohttp takes a body that turns bad for the next request: the handler that waits for it would never hear."""
@@ -174,6 +179,21 @@ class Protocol(web.RequestHandler):
         if waits and self.transport is not None:
             self.transport.close()
 
+    def last(self, factory: Factory) -> None:
+        """The next request is the last one here: its answer says so. factory: makes it."""
+        self._owed = _UNKNOWN  # no more of the lane
+        self._request_factory = factory
+
+    def close_silent(self, silence_s: float) -> None:
+        """Close if nothing was asked for so long, as seen by those who call this again and again."""
+        now = self._loop.time()
+        if self._taken is not None or not self._waits:
+            self._silent_at = None
+        elif self._silent_at is None:
+            self._silent_at = now
+        elif now - self._silent_at >= silence_s:
+            self.close()
+
     async def shutdown(self, timeout: float | None = 15.0) -> None:
         """Wait so long for an answer that is being made, then cut it off."""
         task = self._task
@@ -205,9 +225,25 @@ class Protocol(web.RequestHandler):
 
 class _Server(web.Server):
     endpoints: Mapping[str, Endpoint]
+    leaving = False
 
     def __call__(self) -> web.RequestHandler:
-        return Protocol(self, endpoints=self.endpoints, loop=self._loop, **self._kwargs)
+        made = Protocol(self, endpoints=self.endpoints, loop=self._loop, **self._kwargs)
+        if self.leaving:
+            made.last(self._last)
+        return made
+
+    def leave(self) -> None:
+        """Whoever is connected, or still comes, may ask once more."""
+        self.leaving = True
+        for connection in self.connections:
+            assert isinstance(connection, Protocol)
+            connection.last(self._last)
+
+    def _last(self, message: Any, *more: Any) -> web.BaseRequest:
+        if isinstance(message, RawRequestMessage):
+            message = message._replace(should_close=True)
+        return self.request_factory(message, *more)
 
 
 class Runner(web.AppRunner):
@@ -233,6 +269,20 @@ class Runner(web.AppRunner):
             max_field_size=MAX_HEADER_BYTES,
             auto_decompress=False,  # packed bodies are refused; reading one to its end must not fail
         )
+
+    def leave(self) -> None:
+        """From now on the next request on each connection is answered as its last."""
+        if isinstance(self.server, _Server):
+            self.server.leave()
+
+    async def left(self, silence_s: float) -> None:
+        """Returns when there is no connection left, whatever that takes: nobody is cut off. One on which nothing is
+        asked for silence_s is closed: whoever thinks longer than that is hardly asking just then."""
+        while self.server is not None and self.server.connections:
+            for connection in self.server.connections:
+                assert isinstance(connection, Protocol)
+                connection.close_silent(silence_s)
+            await asyncio.sleep(LOOK_S)
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()

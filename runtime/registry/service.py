@@ -7,6 +7,7 @@ and its loss removes nothing at once: the worker has one TTL to come back, from 
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import AsyncIterator
 
 import grpc
@@ -14,12 +15,14 @@ import structlog
 
 from protos.v1 import registry_pb2, registry_pb2_grpc
 from runtime.config import Config
-from runtime.errors import Unauthenticated
+from runtime.errors import RegistryUnavailable, Unauthenticated
 from runtime.registry.store import Store, WorkerRecord
 from runtime.rpc_errors import ServicerContext
 
 RENEWALS_PER_TTL = 3
 TOKEN_KEY = "pdserve-registry-token"
+REGISTRY_KEY = "pdserve-registry"
+"""Which one has answered: a name for this life of it."""
 
 _log = structlog.get_logger("pdserve.registry")
 
@@ -45,11 +48,17 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         self._token = config.registry_token
         self._guarded = bool(config.api_keys_file or config.tls_cert)
         self._embedded = not config.registry
+        self._name = secrets.token_hex(8)
+        self._leaving = False
         if self._embedded and not self._guarded and not self._token:
             _log.warning("registry_open", hint="any process that reaches this port may register as a worker")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         registry_pb2_grpc.add_RegistryServicer_to_server(self, server)
+
+    def leave(self) -> None:
+        """Workers are sent away as they renew, to whoever listens here next."""
+        self._leaving = True
 
     async def Register(  # noqa: N802
         self, request_iterator: AsyncIterator[WorkerRecord], context: ServicerContext
@@ -59,6 +68,7 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         ttl_ms = int(self._ttl_s * 1000)
         ack = registry_pb2.RegisterAck(ttl_ms=ttl_ms, renew_every_ms=max(1, ttl_ms // RENEWALS_PER_TTL))
         async for record in request_iterator:
+            self._stay()
             if record.gone:
                 await self._store.remove(record.worker_id, record.epoch)
             else:
@@ -70,8 +80,15 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     ) -> registry_pb2.ListReply:
         if self._guarded:
             self._admit(context)
+        self._stay()
         snapshot = await self._store.snapshot()
+        await context.send_initial_metadata(((REGISTRY_KEY, self._name),))
         return registry_pb2.ListReply(workers=[snapshot.records[key] for key in sorted(snapshot.records)])
+
+    def _stay(self) -> None:
+        """Raises RegistryUnavailable."""
+        if self._leaving:
+            raise RegistryUnavailable("this registry is leaving")
 
     def _admit(self, context: ServicerContext) -> None:
         """Raises Unauthenticated."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import aiohttp
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from runtime import rpc
 from tests.integration.router.scripted import LENGTH, Leg, ScriptedWorker, layout, until
 from tests.integration.router.sites import BODY, Site, config, site
 
@@ -111,7 +114,7 @@ async def test_idle_equal_workers_share_the_work() -> None:
         assert all(len(worker.submitted) == 10 for worker in prefills)
 
 
-async def test_a_router_that_stops_finishes_what_runs_and_takes_nothing_new(pair: Site) -> None:
+async def test_a_router_that_stops_finishes_what_runs_and_answers_on_each_connection_once_more(pair: Site) -> None:
     decode = pair.worker("decode")
     finish = asyncio.Event()
 
@@ -120,21 +123,68 @@ async def test_a_router_that_stops_finishes_what_runs_and_takes_nothing_new(pair
         await finish.wait()
         leg.tokens(1, *b"bcd", finish=LENGTH)
 
-    decode.decode = held
+    answer, decode.decode = decode.decode, held
+    events = asyncio.create_task(pair.events("/v1/completions", BODY | {"stream": True}))
     running = asyncio.create_task(pair.complete())
-    await decode.until(lambda: len(decode.submitted) == 1)
+    await decode.until(lambda: len(decode.submitted) == 2)
+    decode.decode = answer
+    async with pair.http.get("/health/ready") as ready:
+        assert ready.status == 200  # on a third connection, which waits now
 
     draining = asyncio.create_task(pair.router.drain())
     await asyncio.sleep(0)
-    status, body, headers = await pair.post("/v1/completions", BODY)
-    async with pair.http.get("/health/live") as live, pair.http.get("/health/ready") as ready:
-        assert (live.status, ready.status) == (200, 503)
+    assert not pair.router.health.ready().ok
+    assert pair.router.health.live().ok
+    status, _, headers = await pair.post("/v1/completions", BODY)
+    assert (status, headers.get("Connection")) == (200, "close")
+    with pytest.raises(aiohttp.ClientConnectorError):  # there is no connection left, and no new one
+        await pair.post("/v1/completions", BODY)
+    assert not draining.done()
     finish.set()
-
-    assert (status, headers["x-pd-reason"]) == (503, "draining")
     assert (await running)[0] == 200
-    await draining
-    del body
+    assert (await events)[-1] == "[DONE]"
+    await asyncio.wait_for(draining, 10)
+
+
+async def test_a_connection_whose_answer_had_begun_may_be_asked_once_more_and_a_silent_one_is_closed(
+    pair: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.app.SILENCE_S", 3.0)
+    decode = pair.worker("decode")
+    finish = asyncio.Event()
+
+    async def held(leg: Leg) -> None:
+        await leg.ticket.wait()
+        await finish.wait()
+        leg.tokens(1, *b"bcd", finish=LENGTH)
+
+    answer, decode.decode = decode.decode, held
+    running = asyncio.create_task(pair.complete())
+    await decode.until(lambda: len(decode.submitted) == 1)
+    draining = asyncio.create_task(pair.router.drain())
+    await asyncio.sleep(0.5)
+    finish.set()
+    assert (await running)[0] == 200
+    decode.decode = answer
+    status, _, headers = await pair.post("/v1/completions", BODY)
+    assert (status, headers.get("Connection")) == (200, "close")
+    await asyncio.wait_for(draining, 10)
+
+
+async def test_a_router_that_stops_cuts_off_what_runs_longer_than_it_may(pair: Site) -> None:
+    decode = pair.worker("decode")
+
+    async def held(leg: Leg) -> None:
+        await asyncio.Event().wait()
+
+    decode.decode = held
+    running = asyncio.create_task(pair.complete())
+    await decode.until(lambda: len(decode.submitted) == 1)
+    pair.router.config = pair.router.config.model_copy(update={"drain_timeout_s": 0.5})
+    await asyncio.wait_for(pair.router.drain(), 5)
+    await pair.router.close()
+    with pytest.raises(aiohttp.ClientError):
+        await running
 
 
 @pytest.mark.parametrize("policy", ["least_load", "predicted"])
@@ -153,3 +203,11 @@ async def test_a_request_waits_for_streams_that_are_being_attached_again(
 
         assert status == 200
         await made.quiet()
+
+
+async def test_a_call_that_never_ends_does_not_keep_a_router_that_stops(pair: Site) -> None:
+    async with rpc.channel(pair.router.grpc, pair.router.config) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await asyncio.wait_for(pair.router.drain(), 10)
+        await pair.router.close()

@@ -23,7 +23,7 @@ class Scripted(Launcher):
         self.started = 0
         self._routers = [self._start_router(0)]
 
-    def _start_router(self, number: int) -> subprocess.Popen[bytes]:
+    def _start_router(self, number: int, word: int | None = None) -> subprocess.Popen[bytes]:
         code = f"raise SystemExit({self._statuses.pop(0)})" if self._statuses else "import time; time.sleep(60)"
         self.started += 1
         return subprocess.Popen([sys.executable, "-c", code])
