@@ -1,7 +1,8 @@
 """Grouped-query attention over pages [page, kv_head, layer, 2, 16, head_dim], for prompt chunks, decode and drafts.
 
 Flash attention (arXiv 2205.14135): online softmax over blocks of keys. The query heads of one KV head, for a few
-neighbouring tokens, are the rows of one tile, so each key is loaded once for all of them.
+neighbouring tokens, are the rows of one tile, so each key is loaded once for all of them. Where tiles are few their
+keys are split over programs (engine.kernels.triton.split).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -14,23 +15,27 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.mla_plan import PAGE, PagedPlan
-from engine.kernels.triton.common import block, operand
+from engine.kernels.triton.common import block, operand, rows_of
+from engine.kernels.triton.split import LEAST, VARYING, Split, leave, soften, span_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _attention_kernel(
-    q, cache, out, tables, firsts, ends, scale, heads, group, table_width, window,
-    stride_qt, stride_qh, stride_p, stride_h, stride_kv, stride_c,
+    q, cache, out, partial, stats, tables, firsts, ends, scale, heads, group, slices, window, parts, held, all_rows,
+    stride_qt, stride_qh, stride_p, stride_h, stride_kv, stride_c, stride_tb, stride_tp,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS query tokens of one sequence x the `group` query heads of one KV head (padded to GROUP)."""
-    sequence, part, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One program: TOKENS query tokens of one sequence x GROUP query heads of one KV head, of whose `group` heads there
+    are so many `slices`. SPLIT: x one span of their keys."""
+    sequence, part = tl.program_id(0), tl.program_id(1)
+    slice_of_heads, split = tl.program_id(2) // held, tl.program_id(2) % held
+    kv_head = slice_of_heads // slices
     first = tl.load(firsts + sequence)
     count = tl.load(firsts + sequence + 1) - first
     if part * TOKENS < count:
         rows = tl.arange(0, TOKENS * GROUP)
-        token, member = part * TOKENS + rows // GROUP, rows % GROUP
+        token, member = part * TOKENS + rows // GROUP, slice_of_heads % slices * GROUP + rows % GROUP
         valid = (token < count) & (member < group)
         total = tl.load(ends + sequence)
         position = total - count + token
@@ -46,9 +51,12 @@ def _attention_kernel(
         begin = 0
         if window > 0:
             begin = tl.maximum(total - count + part * TOKENS - window + 1, 0) // KEYS * KEYS
+        if SPLIT:
+            begin, last = span_of(begin, last, split, parts, KEYS, LEAST, MOST)
         for low in range(begin, last, KEYS):
             key = low + tl.arange(0, KEYS)
-            page = tl.load(tables + sequence * table_width + key // PAGE, mask=key < last, other=0).to(tl.int64)
+            entry = tables + sequence * stride_tb + key // PAGE * stride_tp
+            page = tl.load(entry, mask=key < last, other=0).to(tl.int64)
             place = page * stride_p + kv_head * stride_h + (key % PAGE) * stride_c
             known = (key < last)[:, None] & (d < D)[None, :]
             ks = operand(tl.load(cache + place[:, None] + d[None, :], mask=known, other=0.0))
@@ -58,16 +66,15 @@ def _attention_kernel(
             if window > 0:
                 seen = seen & (key[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, -float("inf"))
-            top = tl.maximum(best, tl.max(scores, 1))
-            level = tl.where(top == -float("inf"), 0.0, top)
-            share = tl.exp(scores - level[:, None])
-            fade = tl.exp(best - level)
+            best, share, fade = soften(scores, best)
             norm = norm * fade + tl.sum(share, 1)
             result = result * fade[:, None] + tl.dot(share.to(vs.dtype), vs, input_precision="tf32x3")
-            best = top
-        result = result / tl.where(norm > 0, norm, 1.0)[:, None]
-        there = ((first + token).to(tl.int64)[:, None] * heads + head[:, None]) * D + d[None, :]
-        tl.store(out + there, result.to(out.dtype.element_ty), mask=tile)
+        there = (first + token).to(tl.int64) * heads + head
+        if SPLIT:
+            leave(partial, stats, there, held, split, all_rows, D, result, best, norm, valid, d, tile, begin < last)
+        else:
+            result = result / tl.where(norm > 0, norm, 1.0)[:, None]
+            tl.store(out + there[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=tile)
 
 
 def paged_attention(q: Tensor, cache: Tensor, plan: PagedPlan, *, scale: float, window: int = 0) -> Tensor:
@@ -78,28 +85,32 @@ def paged_attention(q: Tensor, cache: Tensor, plan: PagedPlan, *, scale: float, 
     kv_heads = cache.shape[1]
     group = heads // kv_heads
     assert q.stride(2) == cache.stride(4) == 1
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = rows_of(q, plan, width)
     longest = max(plan.lengths, default=0)
     if longest:
-        padded = int(triton.next_power_of_2(group))
-        rows, keys, warps, stages = _tile(longest == 1, block(width), q.dtype == torch.float32)
-        per_tile = max(rows // padded, 1)
-        _attention_kernel[(len(plan.lengths), triton.cdiv(longest, per_tile), kv_heads)](
-            q, cache, out, plan.tables, plan.firsts, plan.ends, scale, heads, group, plan.tables.shape[1], window,
-            q.stride(0), q.stride(1), *cache.stride()[:4], TOKENS=per_tile, GROUP=padded, D=width,
-            BLOCK_D=block(width), KEYS=keys, PAGE=PAGE, num_warps=warps, num_stages=stages,
+        fits, keys, warps, stages = _tile(longest == 1, group, block(width), q.dtype == torch.float32)
+        padded = min(int(triton.next_power_of_2(group)), fits)
+        per_tile, slices = fits // padded, triton.cdiv(group, padded)
+        tiles, reach = triton.cdiv(longest, per_tile), window + keys + per_tile if window else 0
+        split = Split.of(q, plan, width, tiles=tiles, heads=kv_heads * slices, reach=reach)
+        _attention_kernel[(len(plan.lengths), tiles, kv_heads * slices * split.held)](
+            q, cache, out, split.partial, split.stats, plan.tables, plan.firsts, plan.ends, scale, heads, group, slices,
+            window, split.parts, split.held, split.rows, q.stride(0), q.stride(1), *cache.stride()[:4],
+            *plan.tables.stride(), TOKENS=per_tile, GROUP=padded, D=width, BLOCK_D=block(width), KEYS=keys, PAGE=PAGE,
+            SPLIT=split.held > 1, LEAST=LEAST, MOST=split.most, num_warps=warps, num_stages=stages,
         )  # fmt: skip
+        split.combine(out, plan)
     return out
 
 
-def _tile(decode: bool, width: int, fp32: bool) -> tuple[int, int, int, int]:
+def _tile(decode: bool, group: int, width: int, fp32: bool) -> tuple[int, int, int, int]:
     """Query rows, keys, warps and stages of a tile: what fits a multiprocessor's shared memory and a thread's registers
     (fp32 operands take three registers each), as compiled for sm_90a."""
-    rows = 16 if decode else 64
+    rows = min(block(group), 64) if decode else 64
     if not fp32:
         return rows, 64, 8 if width > 128 else 4, 3
     if width > 128:
         return 16, 16, 8, 2
     if width > 64:
-        return min(rows, 32), 32, 8, 2
-    return (rows, 64, 4, 3) if decode else (32, 32, 4, 2)
+        return 16, 32, 8, 2
+    return (16, 64, 4, 3) if decode else (32, 16, 8, 2)

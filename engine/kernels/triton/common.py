@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.mla_plan import PagedPlan
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 FP32_DOT = tl.constexpr("tf32x3")
@@ -52,3 +56,9 @@ def block(n: int, least: int = 16) -> int:
 def state_rows(width: int, keys: int) -> int:
     """Rows of V of a state's tile [rows, K]: as many as fit the registers beside a chunk's or a ring's operands."""
     return min(block(width), 32 if keys <= 128 else 16)
+
+
+def rows_of(q: Tensor, plan: PagedPlan, width: int) -> Tensor:
+    """Room for the result of q [T, heads, ...]: [T, heads, width], zero where there are rows past the plan's."""
+    make = torch.empty if plan.tokens == len(q) else torch.zeros
+    return make((*q.shape[:2], width), dtype=q.dtype, device=q.device)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import triton_far
+from . import triton_far, triton_split
 from .naive import Case, copy_of, draw, joined, make_case, relative, slot_pool
 from .triton_sizes import at_published_sizes, every_head_size
 
@@ -411,6 +411,7 @@ def grouped_experts() -> None:
             same(got, want, tolerance)
 
 
+CASES |= triton_split.cases(same)
 RUN_ONLY = {f"far_{name}": partial(triton_far.check, name) for name in triton_far.cases()}
 COMPILE_ONLY = {"at_published_sizes": at_published_sizes}
 SLOW = {

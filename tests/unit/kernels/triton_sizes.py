@@ -67,11 +67,12 @@ def _reserve(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-def _plans() -> list[Any]:
+def _plans(tokens: int = 512) -> list[Any]:
+    """A decode step, drafts and chunks. The keys of the first two are split, if there are enough of them."""
     from engine.kernels.mla_plan import PagedPlan
 
-    table = list(range(1, 33))
-    return [PagedPlan.build([n] * 2, [512 - n] * 2, [table] * 2) for n in (1, 4, 512)]
+    table = list(range(1, tokens // 16 + 1))
+    return [PagedPlan.build([n] * 2, [tokens - n] * 2, [table] * 2) for n in (1, 4, tokens)]
 
 
 def _attention(width: int, dtype: torch.dtype) -> None:
@@ -79,9 +80,9 @@ def _attention(width: int, dtype: torch.dtype) -> None:
 
     for heads, kv_heads in ((9, 3), (32, 1)):
         pool = _reserve(34, kv_heads, 3, 2, 16, width, dtype=dtype)
-        for plan, windows in zip(_plans(), ((0, 128), (0,), (0,)), strict=True):
+        for plan in (*_plans(), *_plans(128)[:2]):
             q = _reserve(plan.tokens, heads + kv_heads, width, dtype=dtype)[:, :heads]
-            for window in windows:
+            for window in (0, 100) if plan.lengths[0] == 1 else (0,):
                 attention.paged_attention(q, pool[:, :, 1], plan, scale=0.1, window=window)
     norms.rms_norm(q, _reserve(width, dtype=dtype), 1e-6, plus_one=True)
 
@@ -90,7 +91,7 @@ def _latents(heads: int, latent: int, shared: int, dtype: torch.dtype) -> None:
     from engine.kernels.triton import mla
 
     pool = _reserve(34, 3, 16, latent + shared, dtype=dtype)[:, 1]
-    for plan in _plans():
+    for plan in (*_plans(), *_plans(128)[:2]):
         mla.mla_decode(_reserve(plan.tokens, heads, latent + shared, dtype=dtype), pool, plan, latent=latent, scale=0.1)
         mla.mla_store(_reserve(plan.tokens, latent + shared, dtype=dtype), pool, plan)
 
