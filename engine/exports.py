@@ -30,16 +30,13 @@ class Exports:
             return True
         need, soon = self._count(seq, seq.computed, end), self._count(seq, end, end + self._chunk_tokens)
         spare = max(memory.slots.free - memory.ledger.booked.slots, 0)
-        if need + soon <= spare:
+        ready = need + soon <= spare or memory.tiers.spare_slots(max(need - spare, 0), soon - max(spare - need, 0))
+        if not ready:
+            seq.held_up = now if seq.held_up < 0 else seq.held_up
+            ready = now - seq.held_up >= WAIT_S
+        if ready:
             seq.held_up = -1.0
-            return True
-        need, soon = max(need - spare, 0), soon - max(spare - need, 0)
-        if memory.tiers.spare_slots(need, soon):
-            seq.held_up = -1.0
-            return True
-        if seq.held_up < 0:
-            seq.held_up = now
-        return now - seq.held_up >= WAIT_S
+        return ready
 
     def slots(self, seq: Sequence, end: int) -> tuple[tuple[int, int], ...]:
         """(length, slot) of the checkpoints a row up to `end` exports: as many as there are slots to spare for."""

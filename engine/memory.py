@@ -445,5 +445,5 @@ class Memory:
         self.pages.release(seq.pages)
         if seq.slot:
             self.slots.release([seq.slot])
-        seq.pending, seq.pages, seq.slot = [], [], 0
+        seq.pending, seq.pages, seq.slot, seq.held_up = [], [], 0, -1.0
         seq.computed = seq.whole = seq.published = 0

@@ -119,6 +119,43 @@ def test_every_row_of_a_prompt_has_its_own_wait() -> None:
     made.baseline()
 
 
+def test_a_row_that_has_waited_in_vain_leaves_the_next_one_its_own_wait() -> None:
+    lane = Manual()
+    made = full(lane, state_interval_tokens=32)
+    key = made.submit(request("new", prompt(70, seed=77), max_tokens=2))
+    made.run()
+    step = made.engine._scheduler.step
+    made.clock.advance(WAIT_S)
+    made.turns(3)
+    assert made.engine._scheduler.step == step + 1, "the first goes on without, the second is held up"
+    assert made.tiers.counts.lost_states == 1
+    lane.open()
+    made.run()
+    assert made.ends(key)
+    assert made.tiers.counts.lost_states == 1
+    made.baseline()
+
+
+def test_one_that_was_preempted_while_it_waited_waits_anew() -> None:
+    lane = Manual()
+    made = full(lane)
+    key = made.submit(request("new", NEW, max_tokens=2))
+    made.run()
+    (seq,) = made.engine._scheduler._running
+    made.engine._scheduler._preempt(seq)
+    made.clock.advance(9.0)
+
+    made.turns(3)
+
+    assert not made.ends(key)
+    assert made.tiers.counts.lost_states == 0
+    lane.open()
+    made.run()
+    assert made.ends(key)
+    assert made.tiers.counts.lost_states == 0
+    made.baseline()
+
+
 def test_nobody_waits_for_a_copy_for_longer_than_that() -> None:
     lane = Manual()
     made = full(lane)
