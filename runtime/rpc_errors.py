@@ -11,7 +11,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from runtime.errors import InvalidRequest, PayloadTooLarge, PdserveError
+from runtime.errors import InvalidRequest, PayloadTooLarge, PdserveError, let_go
 
 MAX_MESSAGE_BYTES = 1 << 20
 ERROR_KEY = "pdserve-error-bin"
@@ -145,6 +145,7 @@ async def _abort(context: ServicerContext, exc: Exception, method: str) -> NoRet
     else:
         _log.error("handler_failed", method=method, exc_info=exc)
         error = PdserveError("internal error")
+    let_go(exc)
     await context.abort(error.row.grpc_status, error.message[:_MAX_TEXT], trailing(error))
     raise AssertionError("abort raises")
 

@@ -18,7 +18,7 @@ from router.text.codec import Codec, Message, Rendered
 from router.text.progress import LENGTH, Finish
 from runtime.clock import Clock
 from runtime.config import Config
-from runtime.errors import DeadlineExceeded, InvalidRequest, NotFound, PdserveError
+from runtime.errors import DeadlineExceeded, InvalidRequest, NotFound, PdserveError, let_go
 from runtime.ids import child_traceparent, new_request_id
 from runtime.values import value
 
@@ -174,7 +174,11 @@ class Front:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._one(work, reply)) for work, reply in zip(works, replies, strict=True)]
         except BaseExceptionGroup as failures:
-            raise _first(failures) from failures
+            first = _first(failures)
+            for other in (failures, *failures.exceptions):
+                if other is not first:
+                    let_go(other)
+            raise first from failures
         return [task.result() for task in tasks]
 
 

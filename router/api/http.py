@@ -26,7 +26,7 @@ from router.api.sink import KeepAlive, Sink
 from router.params import Params
 from router.request import Outcome, Reply
 from router.stats import Record
-from runtime.errors import Cancelled, Draining, InvalidRequest, PdserveError
+from runtime.errors import Cancelled, Draining, InvalidRequest, PdserveError, let_go
 from runtime.health import Health, Report
 from runtime.ids import new_request_id
 from runtime.metrics import CONTENT_TYPE, Metrics
@@ -270,12 +270,6 @@ class HttpFace:
                 await sink.open(asked, {LABEL_HEADER: record.request_id} | self._cors.answer(asked.headers))
                 alive.opened()
                 outcomes = await run
-            except PdserveError as error:
-                if not sink.opened:
-                    raise
-                record.failed(error)
-                sink.write(b"data: " + orjson.dumps(shapes.error_body(error)) + b"\n\n")
-                return await sink.finish()
             except asyncio.CancelledError:
                 if sink.slow and run.cancelled():  # it was cut off, not gone by itself
                     record.failed(Cancelled("the client reads too slowly", reason="slow_client"))
@@ -284,13 +278,19 @@ class HttpFace:
             except Exception as exc:
                 if not sink.opened or isinstance(exc, ConnectionError):
                     raise
-                record.failed(failures.known(exc))
-                sink.write(b"data: " + orjson.dumps(shapes.error_body(failures.known(exc))) + b"\n\n")
-                return await sink.finish()
+                return await self._broken_off(record, sink, exc)
             finally:
                 await _ended(run)
         record.completed(outcomes)
         replies.write_end(frame, kind.kind, sink, record.outcomes)
+        return await sink.finish()
+
+    async def _broken_off(self, record: Record, sink: Sink, error: Exception) -> web.StreamResponse | None:
+        """A stream that has begun ends with an error."""
+        known = failures.known(error)
+        let_go(error)
+        record.failed(known)
+        sink.write(b"data: " + orjson.dumps(shapes.error_body(known)) + b"\n\n")
         return await sink.finish()
 
     def _slow(self, run: asyncio.Task[list[Outcome]]) -> None:
@@ -416,6 +416,7 @@ class HttpFace:
 
     def _failed(self, error: PdserveError, allow: str | None = None) -> web.Response:
         self._front.stats.refused(error)
+        let_go(error)
         response = _json(shapes.error_body(error), status=failures.status(error))
         response.headers[REASON_HEADER] = error.reason
         if error.retry_after_ms or error.row.retryable:

@@ -21,7 +21,7 @@ from router.params import Params, Retention
 from router.request import Outcome
 from router.stats import Record
 from router.text.progress import Delta, Finish
-from runtime.errors import DeadlineExceeded, Draining, InvalidRequest, PdserveError, QuotaExceeded
+from runtime.errors import DeadlineExceeded, Draining, InvalidRequest, PdserveError, QuotaExceeded, let_go
 from runtime.ids import new_request_id
 
 Event = inference_pb2.GenerateEvent
@@ -301,6 +301,7 @@ def _last(run: asyncio.Task[list[Outcome]], record: Record, params: Params) -> E
     if error is not None:
         known = error if isinstance(error, PdserveError) else PdserveError("internal error")
         record.failed(known)
+        let_go(error)
         return Event(failed=known.detail())
     record.completed(run.result())
     outcome = record.outcomes[0]

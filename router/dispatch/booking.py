@@ -154,6 +154,8 @@ class Booking:
                 limit=f"{self._timeout_s:g} s",
                 retry_after_ms=RETRY_AFTER_MS,
             ) from exc
+        finally:
+            del deadline  # it knows this task, which knows what cancelled it, and that this frame
 
     def forget(self, worker_id: str) -> None:
         """What it did and refused in an earlier life."""

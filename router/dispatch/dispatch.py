@@ -32,7 +32,7 @@ from router.workers.fleet import Fleet
 from router.workers.planner import Planner
 from runtime.clock import Clock
 from runtime.config import Config
-from runtime.errors import Cancelled, DeadlineExceeded, PdserveError, WorkerLost
+from runtime.errors import DeadlineExceeded, PdserveError, WorkerLost
 from runtime.metrics import Metrics
 
 PATIENCE_S = 0.5
@@ -150,13 +150,8 @@ class Dispatch:
                 self.failed(first, error, lost=True)  # a worker left between its booking and the submission
             await self.done
             return self._outcome()
-        except asyncio.CancelledError:
-            self._end(Cancelled("the client went away"))
-            raise
-        except PdserveError as error:
-            self._end(error)
-            raise
         finally:
+            self._end()
             self._give_back()
             for passage in self._made:
                 passage.forget()
@@ -364,10 +359,10 @@ class Dispatch:
             self.done.exception()  # marks it as seen: nobody waits for it when the client has gone
         self._give_back()
 
-    def _end(self, error: PdserveError) -> None:
-        """The request's own end (a timer, the client, a refusal), unless the workers were first."""
+    def _end(self) -> None:
+        """The request's own end (the client, a refusal), unless the workers were first: nobody waits any more."""
         if not self.done.done():
-            self.settle(error)
+            self.done.set_result(None)
 
     def _give_back(self) -> None:
         if self._timer is not None:

@@ -4,6 +4,7 @@ the collector costs a busy router a fifth of its time, and each time it looks, t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,8 +13,11 @@ import aiohttp
 import pytest
 
 from bench._null_workers import ROLES, serve
+from pdserve.client import AsyncClient
+from protos.v1 import common_pb2, decode_pb2
 from router.app import Router
-from tests.integration.router.scripted import FILES, ScriptedWorker, until
+from runtime.errors import PdserveError
+from tests.integration.router.scripted import FILES, Leg, ScriptedWorker, until
 from tests.integration.router.sites import config, site
 
 
@@ -31,20 +35,79 @@ def uncollected() -> Iterator[list[object]]:
         gc.enable()
 
 
+async def ends(leg: Leg) -> None:
+    await leg.ticket.wait()
+    leg.handed_over()
+    leg.send(failed=decode_pb2.DecodeFailed(error=common_pb2.ErrorDetail(reason="worker_failed", message="no")))
+
+
+def good(prefill: ScriptedWorker, decode: ScriptedWorker) -> None:
+    """Every request goes well."""
+
+
+def refused(prefill: ScriptedWorker, decode: ScriptedWorker) -> None:
+    decode.refuse = common_pb2.ErrorDetail(reason="no_room", message="no", retryable=True)
+
+
+def too_long(prefill: ScriptedWorker, decode: ScriptedWorker) -> None:
+    prefill.refuse = common_pb2.ErrorDetail(reason="invalid_request", message="no")
+
+
+def failing(prefill: ScriptedWorker, decode: ScriptedWorker) -> None:
+    decode.decode = ends
+
+
+def gone(prefill: ScriptedWorker, decode: ScriptedWorker) -> None:
+    prefill.advertised = decode.advertised = {"ready": False}
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_nothing_of_a_request_is_in_a_cycle(stream: bool, uncollected: list[object]) -> None:
-    async with site(ScriptedWorker("prefill"), ScriptedWorker("decode")) as made:
-        body = {"prompt": "hello", "max_tokens": 4, "stream": stream}
+@pytest.mark.parametrize("prompt", ["hello", ["hello", "you"]])
+@pytest.mark.parametrize("fate", [good, refused, too_long, failing, gone])
+async def test_nothing_of_a_request_is_in_a_cycle(
+    fate: Callable[[ScriptedWorker, ScriptedWorker], None],
+    prompt: str | list[str],
+    stream: bool,
+    uncollected: list[object],
+) -> None:
+    """However it ended: the garbage of five hundred refusals would stop everybody for 40 ms."""
+    workers = ScriptedWorker("prefill"), ScriptedWorker("decode")
+    fate(*workers)
+    hurried = config(retries=0, queue_timeout_s=0.1)
+    async with site(*workers, settings=hurried, wait=fate is not gone) as made:
+        body = {"prompt": prompt, "max_tokens": 4, "stream": stream}
         for _ in range(2):
             async with made.http.post("/v1/completions", json=body) as response:
-                assert response.status == 200
-                await response.read()
+                assert ('"error":{' in await response.text()) == (fate is not good)
         await made.quiet()
 
         gc.collect()
 
-        ours = {f"{type(left).__module__}.{type(left).__qualname__}" for left in uncollected}
-        assert not [name for name in ours if name.startswith("router.")]
+        assert not ours(uncollected)
+
+
+@pytest.mark.parametrize("fate", [good, refused, too_long, failing, gone])
+async def test_nothing_of_a_call_over_grpc_is_in_a_cycle(
+    fate: Callable[[ScriptedWorker, ScriptedWorker], None], uncollected: list[object]
+) -> None:
+    workers = ScriptedWorker("prefill"), ScriptedWorker("decode")
+    fate(*workers)
+    hurried = config(retries=0, queue_timeout_s=0.1)
+    async with site(*workers, settings=hurried, wait=fate is not gone) as made:
+        async with AsyncClient(made.router.grpc) as client:
+            for _ in range(2):
+                with contextlib.nullcontext() if fate is good else pytest.raises(PdserveError):
+                    await client.generate("hello", max_tokens=4)
+        await made.quiet()
+
+        gc.collect()
+
+        assert not ours(uncollected)
+
+
+def ours(uncollected: list[object]) -> list[str]:
+    names = {f"{type(left).__module__}.{type(left).__qualname__}" for left in uncollected}
+    return sorted(name for name in names if name.startswith("router."))
 
 
 @pytest.fixture
