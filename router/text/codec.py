@@ -38,6 +38,15 @@ class Rendered:
     tokens: list[int]
 
 
+@value
+class Beginning:
+    """What the template itself says before the first message, up to its last special token, and the ids of that."""
+
+    text: str
+    last: str
+    tokens: list[int]
+
+
 class Codec:
     """Everything about text that the router knows. Thread-safe after construction."""
 
@@ -54,6 +63,8 @@ class Codec:
         self._special = special
         self._special_pattern = _alternatives(special)
         self._special_ids = frozenset(special.values())
+        literal = {token.content: ident for ident, token in added.items() if token.special and not token.normalized}
+        self._beginning = self._constant_beginning(_alternatives(literal))
         self._pieces: dict[int, tuple[str, bytes]] = {}
         self._longest = max((len(text) for text in self._tokenizer.get_vocab()), default=1)
 
@@ -122,8 +133,32 @@ class Codec:
         pattern = self._special_pattern
         if pattern is None or not any(pattern.search(value) for m in messages for value in m.values()):
             text = template.render(messages, add_generation_prompt=add_generation_prompt)
-            return Rendered(text, self._files.encode(text, allow_special=True))
+            return Rendered(text, self._encode_rendered(text))
         return self._chat_marked(template, messages, add_generation_prompt, pattern)
+
+    def _constant_beginning(self, literal: re.Pattern[str] | None) -> Beginning | None:
+        """literal: the special tokens that are found in a text as it is, before anything else is done with it."""
+        if self._template is None or literal is None:
+            return None
+        probes = [[{"role": "user", "content": content}] for content in "ab"]
+        try:
+            one, other = (self._template.render(probe, add_generation_prompt=True) for probe in probes)
+        except InvalidRequest:
+            return None  # a template that wants more than one message of the user's
+        common = next((at for at, chars in enumerate(zip(one, other, strict=False)) if len(set(chars)) > 1), 0)
+        ends = list(literal.finditer(one, 0, common))
+        text = one[: ends[-1].end()] if ends else ""
+        return Beginning(text, ends[-1].group(), self._files.encode(text, allow_special=True)) if text else None
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        """All of a prompt. A third of a short one is what the template begins with: its ids are known. What follows is
+        encoded behind the special token it follows: where that is found again, nothing before it has a say."""
+        known = self._beginning
+        if known is not None and text.startswith(known.text):
+            rest = self._files.encode(known.last + text[len(known.text) :], allow_special=True)
+            if rest[:1] == known.tokens[-1:]:
+                return known.tokens + rest[1:]
+        return self._files.encode(text, allow_special=True)
 
     def _chat_marked(
         self, template: ChatTemplate, messages: Sequence[Message], generation: bool, pattern: re.Pattern[str]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers import decoders as tokenizer_decoders
 from tokenizers.models import BPE
 
@@ -58,6 +58,90 @@ async def test_chat_ids_are_those_of_hugging_face(
     assert rendered.tokens == list(expected)
 
 
+def told(template: str, tokenizer: Tokenizer, **special: str) -> ModelFiles:
+    files = ModelFiles.open("oracle")
+    made = ModelFiles(
+        name="told",
+        kind=files.kind,
+        path=files.path,
+        config=files.config,
+        chat_template=template,
+        generation_config={},
+        special_tokens=special,
+        eos_token_ids=(1,),
+    )
+    made.__dict__["_tokenizer"] = tokenizer
+    return made
+
+
+def characters(*special: AddedToken, how: Any = None, normalizer: Any = None) -> Tokenizer:
+    """A token for every character, and one for those that follow each other in pairs."""
+    vocab = {chr(code): code - 32 for code in range(32, 127)} | {"\u2581": 95, "x>": 96, ">x": 97, "\u2581a": 98}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[("x", ">"), (">", "x"), ("\u2581", "a")]))
+    tokenizer.pre_tokenizer = how or pre_tokenizers.Split("", "isolated")
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
+
+
+TURN = AddedToken("<t>", special=True, normalized=False)
+KINDS = {
+    "plain": lambda: characters(TURN),
+    "says what is first": lambda: characters(TURN, how=pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "says it of each part": lambda: characters(TURN, how=pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "puts before": lambda: characters(TURN, normalizer=normalizers.Prepend("_")),
+    "takes blanks": lambda: characters(AddedToken("<t>", special=True, normalized=False, lstrip=True, rstrip=True)),
+    "is part of a longer one": lambda: characters(TURN, AddedToken("<t>a", special=True, normalized=False)),
+    "begins another": lambda: characters(TURN, AddedToken("t>x", special=True, normalized=False)),
+    "is found late": lambda: characters(
+        AddedToken("<t>", special=True, normalized=True), normalizer=normalizers.Prepend("_")
+    ),
+    "is replaced with what is around it": lambda: characters(
+        AddedToken("<t>", special=True, normalized=True), normalizer=normalizers.Replace("f<t>u", "q")
+    ),
+    "is only a word": lambda: characters(AddedToken("<t>", special=True, normalized=False, single_word=True)),
+}
+TEMPLATES = [
+    "<t>be brief<t>{% for m in messages %}{{ m.role }}:{{ m.content }}<t>{% endfor %}",
+    "hello <t>{{ messages[0].content }}",
+    " <t> x<t>{{ messages[0].content }}<t> <t>a",
+    "{{ messages[0].content }}<t>",
+    "<t>{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("content", ["a", "x", " a", "  a b", ">x", "a<t", "", "\u2581a", "b" * 40])
+async def test_a_beginning_whose_ids_are_known_changes_none(
+    kind: str, template: str, content: str, pool: ThreadPoolExecutor
+) -> None:
+    """Whatever a tokenizer makes of a text's beginning, of blanks, and of special tokens that overlap."""
+    files = told(template, KINDS[kind]())
+
+    rendered = await Codec(files, LIMITS, pool).chat([{"role": "user", "content": content}], add_generation_prompt=True)
+
+    assert rendered.tokens == files.encode(rendered.text, allow_special=True)
+
+
+async def test_a_beginning_whose_ids_are_known_is_not_encoded_again(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, encoded = Codec(ModelFiles.open("smollm2"), LIMITS, pool), list[str]()
+    encode = ModelFiles.encode
+
+    def noted(files: ModelFiles, text: str, allow_special: bool) -> list[int]:
+        encoded.append(text)
+        return encode(files, text, allow_special)
+
+    monkeypatch.setattr(ModelFiles, "encode", noted)
+
+    await codec.chat([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+
+    assert encoded == ["<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"]
+
+
 @pytest.mark.parametrize("model", ["smollm2", "oracle"])
 async def test_special_token_text_of_a_client_is_plain_text(model: str, pool: ThreadPoolExecutor) -> None:
     files = ModelFiles.open(model)
@@ -94,18 +178,7 @@ def with_bos() -> Any:
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    files = ModelFiles.open("oracle")
-    fresh = ModelFiles(
-        name="bos",
-        kind=files.kind,
-        path=files.path,
-        config=files.config,
-        chat_template="{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}",
-        generation_config={},
-        special_tokens={"bos_token": "<s>"},
-        eos_token_ids=(1,),
-    )
-    fresh.__dict__["_tokenizer"] = tokenizer
+    fresh = told("{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}", tokenizer, bos_token="<s>")
     return fresh, bos
 
 
