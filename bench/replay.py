@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench._plots import picture
+from bench._plots import check, picture
 from bench.sim.experiment import POLICIES, Capacity, Experiment, Setting
 from runtime.errors import InvalidRequest, PdserveError
 
@@ -207,7 +207,9 @@ def _folder(_: click.Context, __: click.Parameter, value: str | None) -> Path | 
 @click.option("--unit-tokens", default=256, show_default=True, help="grid of the simulated pools: 16 to 256")
 @click.option("--cache-dir", type=click.Path(file_okay=False), callback=_folder, help="where capacities are remembered")
 @click.option("--no-cache", is_flag=True, help="find the capacity again")
-@click.option("--plot", "plotted", type=click.Path(dir_okay=False), help="PNG  [replay.png, not with --json]")
+@click.option(
+    "--plot", "plotted", type=click.Path(dir_okay=False), help="PNG  [replay.png in the cache folder, none with --json]"
+)
 @click.option("--json", "as_json", is_flag=True, help="one JSON object and nothing else")
 def main(
     trace: str,
@@ -238,6 +240,9 @@ def main(
     if asked + (rate is not None) + (speedup is not None) > 1:
         raise click.UsageError("--load, --rate and --speedup each say how fast requests come: give one")
     cache = None if no_cache else cache_dir or cache_folder()
+    file = Path(plotted) if plotted else None if as_json else (cache_dir or cache_folder()) / "replay.png"
+    if file is not None:
+        check(file)  # now, not after the work
     setting = Setting(str(Path(trace).resolve()), profile, prefill, decode, requests, seed, unit_tokens, skip)
     with progress_bar(quiet=as_json) as report:
         experiment = Experiment(setting)
@@ -262,8 +267,8 @@ def main(
     }
     if as_json:
         print(json.dumps({"policies": results[0], "config": config}))
-        if plotted:
-            plot(Path(plotted), at, results)
+        if file is not None:
+            plot(file, at, results)
         return
     console = Console()
     if not console.is_terminal:
@@ -272,9 +277,9 @@ def main(
         share = "" if load is None else f", {100 * load:.0f} % of capacity"
         title = f"{experiment.profile.name} {prefill}P{decode}D, seed {seed}: {per_s:.2f} requests/s{share}"
         console.print(table(title, figures))
-    file = Path(plotted or "replay.png")
+    assert file is not None
     plot(file, at, results)
-    console.print(f"plots: {file}", highlight=False)
+    console.print(f"plots: {file.resolve()}", markup=False, highlight=False, soft_wrap=True)
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None, *, name: str = "", around: Any = None) -> int:

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from bench.replay import SHIPPED
+from bench.replay import SHIPPED, main
 from bench.sim.experiment import GOOD_ENOUGH, Experiment, Setting
 from runtime.errors import InvalidRequest
 
@@ -42,6 +43,22 @@ def test_without_json_there_is_a_table_and_a_picture(tmp_path: Path) -> None:
     assert "round_robin" in done.stdout
     assert "goodput" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_nobody_named_is_in_the_cache_folder_and_its_path_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in whatever folder the user happens to be."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small = ["--prefill=1", "--decode=1", "--requests=5", "--rate=1", "--policies=round_robin"]
+    done = CliRunner().invoke(main, small)
+    assert done.exit_code == 0, done.output
+    said = Path(done.output.strip().splitlines()[-1].removeprefix("plots: "))
+    assert said == tmp_path / "cache" / "pdserve" / "bench" / "replay.png"
+    assert said.read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 @pytest.mark.parametrize(
