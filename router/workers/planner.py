@@ -404,8 +404,7 @@ class Planner:
                     if not self.index.apply(worker.id, batch_of(batch)):
                         self._gaps.inc()
                         gaps += 1
-                        if gaps > 1:  # a snapshot was asked for already: it answers every subscription with a gap
-                            await asyncio.sleep(min(RETRY_S * 2 ** (gaps - 2), GAP_PAUSE_S))
+                        await asyncio.sleep(_gap_pause_s(gaps))
                         break
                     gaps = 0
                     if self.shared is not None:
@@ -418,6 +417,12 @@ class Planner:
             except Exception as exc:  # noqa: BLE001  supervises: a fault over one message does not end the feed
                 _log.error("cache_feed_failed", worker=worker.id, exc_info=exc)
                 await asyncio.sleep(RETRY_S)
+
+
+def _gap_pause_s(gaps: int) -> float:
+    """Before the next subscription, after so many in a row that began with a gap. After the first a snapshot is asked
+    for, at once; a worker that answers that with a gap answers every one so."""
+    return min(RETRY_S * 2.0 ** min(gaps - 2, 16), GAP_PAUSE_S) if gaps > 1 else 0.0
 
 
 def _made(name: str, speeds: Speeds, hold_s: float) -> Policy:

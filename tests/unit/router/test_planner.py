@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from protos.v1 import common_pb2
-from router.workers.planner import Planner
+from protos.v1 import common_pb2, worker_pb2
+from router.workers.planner import Planner, _gap_pause_s
 from runtime.clock import FakeClock
 from runtime.config import Config
 from runtime.metrics import Metrics
@@ -49,3 +52,42 @@ def test_a_policy_that_asks_for_no_seconds_learns_none() -> None:
     made = planner("least_load")
     says(made, 10**9, 50.0)
     assert made.speeds.load_s(1e9) < 1.0
+
+
+class Feed:
+    """A worker whose cache's events never begin where they were asked for, but for one subscription. asked: when."""
+
+    def __init__(self, sound: int, last: int) -> None:
+        self.id, self.facts, self.group = "w", None, "g"
+        self.asked: list[float] = []
+        self.over = asyncio.Event()
+        self._sound, self._last = sound, last
+
+    async def cache_events(self, epoch: int, sequence: int) -> AsyncIterator[worker_pb2.CacheEventBatch]:
+        self.asked.append(asyncio.get_running_loop().time())
+        if len(self.asked) == self._last:
+            self.over.set()
+        if len(self.asked) == self._sound:
+            yield worker_pb2.CacheEventBatch(epoch=1, first_sequence=4, snapshot=True, snapshot_end=True)
+        yield worker_pb2.CacheEventBatch(epoch=1, first_sequence=9)
+
+
+async def test_a_cache_feed_that_never_fits_is_asked_less_and_less_and_one_that_fitted_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.workers.planner.RETRY_S", 0.02)
+    monkeypatch.setattr("router.workers.planner.GAP_PAUSE_S", 0.4)
+    feed = Feed(sound=8, last=10)
+    listening = asyncio.create_task(planner()._listen(cast(Any, feed)))
+    async with asyncio.timeout(30):
+        await feed.over.wait()
+    listening.cancel()
+    await asyncio.gather(listening, return_exceptions=True)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(feed.asked)]
+    least = [0.0, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4, 0.0, 0.02]
+    assert all(pause >= wanted - 0.001 for pause, wanted in zip(pauses, least, strict=True)), pauses
+    assert pauses[7] < 0.4, "what fitted has ended the row"
+
+
+def test_the_pause_of_a_feed_that_never_fits_is_bounded_however_long_it_does_not() -> None:
+    assert [_gap_pause_s(gaps) for gaps in (1, 2, 3, 8, 9, 10**6)] == [0.0, 0.5, 1.0, 30.0, 30.0, 30.0]
