@@ -19,7 +19,7 @@ from deploy.elastic import Elastic
 from deploy.elastic_state import POOLS, Action, Add, Drain, Nothing, Pool, Remove, Rules, SetRole
 from deploy.fleet import Fleet
 from deploy.placement import local_gpus, most_workers, spec_of
-from deploy.pressure import ROLES, Goals, Hearing, Measured, Window, look, scrape
+from deploy.pressure import ROLES, Goals, Hearing, Measured, Totals, Window, look, scrape
 from deploy.state import StateDir
 from protos.v1 import registry_pb2
 from runtime import lifecycle, logs
@@ -56,6 +56,7 @@ class Controller:
         self._period_s = period_s
         self._goals = Goals.of(config)
         self._hearing = Hearing()
+        self._totals = Totals()
         self._window = Window(max(config.elastic_dwell_s, 5.0))
         self._records: dict[str, registry_pb2.WorkerRecord] = {}
         self._said = ""
@@ -98,11 +99,11 @@ class Controller:
     async def _measure(self) -> Measured:
         if self._metrics:
             try:
-                sample = await asyncio.to_thread(scrape, self._metrics)
+                samples = await asyncio.to_thread(scrape, self._metrics)
             except (OSError, ValueError) as error:
                 _log.debug("no_measures", why=str(error))
                 return Measured()
-            self._window.add(self._clock.monotonic(), sample)
+            self._window.add(self._clock.monotonic(), self._totals.add(samples))
         return self._window.measured()
 
     async def _do(self, action: Action, fleet: Fleet) -> None:

@@ -80,8 +80,6 @@ def check(config: Config) -> None:
 
 def _check_elastic(config: Config) -> None:
     changed = config.overrides()
-    if config.elastic and config.routers > 1:
-        raise InvalidRequest("an elastic fleet is moved by what one router measures", field="routers", limit="1")
     for key in ELASTIC_KEYS:
         if key in changed and not config.elastic:
             raise InvalidRequest("bounds an elastic fleet: set elastic, too", field=key)

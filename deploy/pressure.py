@@ -56,7 +56,7 @@ _SAMPLES = {
 
 @dataclass(slots=True)
 class Sample:
-    """One reading of the router's /metrics. All but `line` only grow, until the router starts again."""
+    """One reading of the router's /metrics. All but `line` and `usable` only grow, until the router starts again."""
 
     line: float = 0.0
     ttft_s: float = 0.0
@@ -70,19 +70,42 @@ class Sample:
     usable: dict[str, float] = field(default_factory=dict)  # workers that can be chosen, by role
 
 
-def scrape(addresses: str) -> Sample:
+def scrape(addresses: str) -> list[Sample]:
     """Read every router's /metrics, at host:port with commas between them. Raises OSError, ValueError."""
-    return together([_scrape(address) for address in addresses.split(",")])
+    return [_scrape(address) for address in addresses.split(",")]
 
 
 def together(samples: Sequence[Sample]) -> Sample:
     """Of several routers: what they count adds up, and a worker is there when all of them see it."""
     whole = Sample(usable=dict(samples[0].usable))
     for one in samples:
-        for name in _SAMPLES.values():
-            setattr(whole, name, getattr(whole, name) + getattr(one, name))
+        _add(whole, one)
         whole.usable = {role: min(count, one.usable.get(role, 0)) for role, count in whole.usable.items()}
     return whole
+
+
+def _add(whole: Sample, one: Sample) -> None:
+    for name in _SAMPLES.values():
+        setattr(whole, name, getattr(whole, name) + getattr(one, name))
+
+
+class Totals:
+    """What several routers have counted altogether, whichever of them starts again and counts from nothing."""
+
+    def __init__(self) -> None:
+        self._last: list[Sample] = []
+        self._before = Sample()  # of lives that are over
+
+    def add(self, samples: Sequence[Sample]) -> Sample:
+        """One reading of each router, always in the same order."""
+        for old, new in zip(self._last, samples, strict=False):
+            if new.requests < old.requests:
+                _add(self._before, old)
+                self._before.line = 0.0  # nobody waits there any more
+        self._last = list(samples)
+        whole = together(samples)
+        _add(whole, self._before)
+        return whole
 
 
 def _scrape(address: str) -> Sample:
@@ -130,8 +153,6 @@ class Window:
         self._prompt = 0.0
 
     def add(self, now: float, sample: Sample) -> None:
-        if self._samples and sample.requests < self._samples[-1][1].requests:
-            self._samples.clear()  # another life of the router
         self._samples.append((now, sample))
         while len(self._samples) > 2 and self._samples[1][0] <= now - self._length_s:
             self._samples.popleft()

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 from deploy.actors import RayFailed
 from deploy.fleet import Fleet
-from deploy.pressure import ROLES, scrape
+from deploy.pressure import ROLES, scrape, together
 from protos.v1 import common_pb2, registry_pb2
 from runtime.errors import InvalidRequest, PdserveError
 
@@ -178,7 +178,7 @@ class Restart:
             while self._metrics:
                 records = [one for one in await self._fleet.workers() if _usable(one)]
                 try:
-                    usable = (await asyncio.to_thread(scrape, self._metrics)).usable
+                    usable = together(await asyncio.to_thread(scrape, self._metrics)).usable
                 except (OSError, ValueError):
                     break
                 wanted = {pool: sum(pool in _NEEDS[one.role] for one in records) for pool in pools}

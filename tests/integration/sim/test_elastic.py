@@ -16,18 +16,24 @@ from deploy.fleet import Fleet
 from deploy.pressure import ROLES
 from runtime.config import Config
 from tests.cluster_tools import ForegroundCluster
+from tests.unit.runtime.servers import RedisServer
 
 FLAGS = ["--sim=sim-h100-8b", "--prefill=2", "--decode=2", "--model=oracle", "--elastic"]
 QUICK = ["--elastic-dwell-s=1", "--elastic-cooldown-s=1", "--ttft-goal-s=5", "--tpot-goal-s=0.008"]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ForegroundCluster]:
-    running = ForegroundCluster(tmp_path, *FLAGS, *QUICK)
+@pytest.fixture(params=[1, 2])
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ForegroundCluster]:
+    """With one router, or with several that share a Redis."""
+    redis = RedisServer(tmp_path)
+    redis.start()
+    shared = [f"--routers={request.param}", f"--registry={redis.url}"] if request.param > 1 else []
+    running = ForegroundCluster(tmp_path, *FLAGS, *QUICK, *shared)
     try:
         yield running.until_ready()
     finally:
         running.stop()
+        redis.kill()
 
 
 @asynccontextmanager

@@ -55,7 +55,6 @@ def test_in_a_joined_cluster_threads_are_decided_where_the_cores_are_known() -> 
         ({"prefill_max": 4}, "prefill_max"),
         ({"decode_min": 2}, "decode_min"),
         ({"elastic": True, "decode_min": 2}, "decode_min"),
-        ({"elastic": True, "routers": 2, "registry": "redis://127.0.0.1:1"}, "routers"),
         ({"elastic": True, "decode_max": 4, "sim": "sim-h100-8b"}, "decode_max"),
         ({"elastic": True, "prefill_max": 2, "listen": "127.0.0.1:7000"}, "listen"),
         ({"address": "10.0.0.1:6379", "grpc_listen": "10.0.0.2:0"}, "grpc_listen"),

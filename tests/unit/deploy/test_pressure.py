@@ -15,6 +15,7 @@ from deploy.pressure import (
     Hearing,
     Measured,
     Sample,
+    Totals,
     Window,
     look,
     parsed,
@@ -141,11 +142,21 @@ def test_means_are_of_the_last_while_and_waiting_at_the_router_is_nobodys_prefil
 
 
 def test_a_router_that_starts_again_counts_from_nothing() -> None:
-    window = Window(10.0)
-    window.add(0.0, sample(10, 100.0))
-    window.add(1.0, sample(0))
-    window.add(2.0, sample(1, 0.5))
+    totals, window = Totals(), Window(10.0)
+    window.add(0.0, totals.add([sample(10, 100.0)]))
+    window.add(1.0, totals.add([sample(0)]))
+    window.add(2.0, totals.add([sample(1, 0.5)]))
     assert window.measured().ttft_s == 0.5
+
+
+def test_of_several_routers_one_that_starts_again_takes_nothing_from_what_the_others_count() -> None:
+    totals, window = Totals(), Window(10.0)
+    window.add(0.0, totals.add([Sample(requests=10, ttft_s=100.0, line=4), sample(100, 50.0)]))
+    window.add(1.0, totals.add([sample(2, 1.0), sample(120, 60.0)]))
+    window.add(2.0, totals.add([sample(4, 2.0), sample(140, 70.0)]))
+    measured = window.measured()
+    assert measured.ttft_s == (2.0 + 20.0) / (4 + 40)
+    assert measured.line == 0, "who waited at the first life of one waits no more"
 
 
 @pytest.mark.parametrize(
