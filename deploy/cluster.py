@@ -74,6 +74,11 @@ class Cluster:
         self._alone = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
+    @property
+    def config(self) -> Config:
+        """What its processes are configured with, secrets that were made up included."""
+        return self._config
+
     async def start(self) -> Endpoints:
         """Bring everything up. Raises StartFailed or InvalidRequest; nothing is left behind then."""
         self._stack.enter_context(self._state.locked())

@@ -12,6 +12,7 @@ from rich.console import Console
 from deploy.cluster import Cluster, Endpoints, StartFailed
 from pdserve import preflight
 from pdserve.progress import ProgressView
+from runtime import exposure
 from runtime.config import Config
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -43,6 +44,7 @@ async def run(config: Config) -> int:
     try:
         with view:
             endpoints: Endpoints = await until_signal(cluster.start())
+        _warn(cluster.config)
         _announce(console, config, endpoints)
         if config.detach:
             cluster.leave()
@@ -57,6 +59,13 @@ async def run(config: Config) -> int:
         if not config.detach:
             cluster.stop()
     return 0
+
+
+def _warn(config: Config) -> None:
+    """Before the addresses: the logs of the processes say it, too, where nobody looks at first."""
+    console = Console(stderr=True)
+    for text in (*exposure.of_router(config), *exposure.of_worker(config)):
+        console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True, style="yellow")
 
 
 def _announce(console: Console, config: Config, endpoints: Endpoints) -> None:

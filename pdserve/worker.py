@@ -22,7 +22,7 @@ from pdserve._worker_advert import Advert, Identity, advertised
 from pdserve._worker_parts import Parts, load_runner, make_clock
 from pdserve._worker_watch import Standstill, sample
 from protos.v1 import common_pb2, decode_pb2_grpc, kvsource_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from runtime import faults, lifecycle, logs, rpc
+from runtime import exposure, faults, lifecycle, logs, rpc
 from runtime.config import Config
 from runtime.errors import Draining, WorkerLost
 from runtime.health import Health, HealthService
@@ -75,6 +75,8 @@ async def serve(config: Config, stopping: asyncio.Event | None = None) -> int:
     identity = Identity.make(config)
     logs.setup(config, worker=identity.worker_id)
     _log.info("configuration", **config.shown())
+    if open_doors := exposure.of_worker(config):
+        _log.warning("open_to_the_network", doors=open_doors)
     faults.arm_from_environment()
     files = await asyncio.to_thread(ModelFiles.open, config.model)
     return await WorkerProcess(config, identity, files, stopping).run()

@@ -32,7 +32,7 @@ from router.text.codec import Codec
 from router.workers.fleet import Expected, Fleet
 from router.workers.planner import Planner
 from router.workers.worker import Worker
-from runtime import lifecycle, listeners, logs, rpc
+from runtime import exposure, lifecycle, listeners, logs, rpc
 from runtime.clock import SystemClock
 from runtime.config import Config
 from runtime.errors import InvalidRequest
@@ -191,6 +191,8 @@ class Router:
         if separate:
             self.admin = await self._serve_http(self._face.admin_app(), self.config.admin_listen)
         _log.info("configuration", **self.config.shown())
+        if open_doors := exposure.of_router(self.config):
+            _log.warning("open_to_the_network", doors=open_doors)
         _log.info("listening", http=self.http, grpc=self.grpc, admin=self.admin, model=self.front.model)
 
     async def _look_around(self) -> None:

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError, Message
 
 from protos.v1 import common_pb2
 from runtime import errors
-from runtime.addresses import is_loopback
 from runtime.config import Config
 from runtime.errors import InvalidRequest, PayloadTooLarge, PdserveError
 from runtime.rpc_errors import ERROR_KEY, MAX_MESSAGE_BYTES, ErrorInterceptor, ServerInterceptor, ServicerContext
@@ -36,7 +34,6 @@ __all__ = [
     "translated",
 ]
 
-_log = structlog.get_logger("pdserve.rpc")
 
 TRANSPORT_LIMIT_BYTES = 4 * MAX_MESSAGE_BYTES
 """What gRPC itself refuses. Above MAX_MESSAGE_BYTES, so that the answer to an oversized message is ours."""
@@ -92,8 +89,6 @@ def bind(server: grpc.aio.Server, listen: str, config: Config) -> str:
         if config.tls_cert:
             bound = server.add_secure_port(listen, _server_credentials(config))
         else:
-            if not is_loopback(host):
-                _log.warning("plaintext_listener", address=listen, advice="set tls_cert, tls_key and tls_ca")
             bound = server.add_insecure_port(listen)
     except RuntimeError:
         bound = 0

@@ -11,7 +11,6 @@ import secrets
 from collections.abc import AsyncIterator
 
 import grpc
-import structlog
 
 from protos.v1 import registry_pb2, registry_pb2_grpc
 from runtime.config import Config
@@ -23,8 +22,6 @@ RENEWALS_PER_TTL = 3
 TOKEN_KEY = "pdserve-registry-token"
 REGISTRY_KEY = "pdserve-registry"
 """Which one has answered: a name for this life of it."""
-
-_log = structlog.get_logger("pdserve.registry")
 
 
 def credentials(config: Config) -> tuple[tuple[str, str], ...]:
@@ -39,7 +36,7 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     makes one up) a worker must show it to register. Where clients need a key or a certificate it is needed to list
     workers, too, and without a token configured nobody may do either. A router that keeps its workers in Redis lets
     them register there, not here, unless it has a token. A router of its own without any of these takes whoever comes:
-    that is for experiments, and it says so.
+    that is for experiments, and beyond loopback the router says so (runtime.exposure).
     """
 
     def __init__(self, store: Store, config: Config) -> None:
@@ -50,8 +47,6 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         self._embedded = not config.registry
         self._name = secrets.token_hex(8)
         self._leaving = False
-        if self._embedded and not self._guarded and not self._token:
-            _log.warning("registry_open", hint="any process that reaches this port may register as a worker")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         registry_pb2_grpc.add_RegistryServicer_to_server(self, server)

@@ -86,11 +86,16 @@ async def test_a_token_alone_keeps_stray_processes_out_and_status_can_still_ask(
         assert [record.worker_id for record in listed.workers] == ["prefill-1"]
 
 
-async def test_without_keys_and_token_whoever_comes_may_register_and_the_router_says_so() -> None:
+@pytest.mark.parametrize(("host", "times"), [("127.0.0.1", 0), ("0.0.0.0", 1)])
+async def test_without_keys_and_token_whoever_comes_may_register_and_the_router_says_so_once(
+    host: str, times: int
+) -> None:
     with structlog.testing.capture_logs() as logs:
-        async with site(ScriptedWorker("prefill")):  # serves only when it has registered
+        async with site(ScriptedWorker("prefill"), settings=config(grpc_listen=f"{host}:0")):  # which has registered
             pass
-    assert [line["log_level"] for line in logs if line["event"] == "registry_open"] == ["warning"]
+    said = [line for line in logs if line["event"] == "open_to_the_network"]
+    assert [line["log_level"] for line in said] == ["warning"] * times
+    assert all("registry_token" in str(line["doors"]) for line in said)
 
 
 async def test_mutual_tls_from_client_to_worker(tmp_path: Path) -> None:

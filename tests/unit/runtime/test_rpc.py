@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.v1 import (
@@ -257,13 +256,6 @@ async def test_a_bad_listen_address_is_refused(listen: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         rpc.bind(rpc.server(Config()), listen, Config())
     assert caught.value.field == "listen"
-
-
-@pytest.mark.parametrize(("listen", "said"), [("127.0.0.1:0", False), ("127.0.0.2:0", False), ("0.0.0.0:0", True)])
-async def test_a_plaintext_port_that_others_can_reach_is_said_so(listen: str, *, said: bool) -> None:
-    with structlog.testing.capture_logs() as entries:
-        rpc.bind(rpc.server(Config()), listen, Config())
-    assert ["plaintext_listener"] * said == [entry["event"] for entry in entries]
 
 
 async def test_two_servers_never_share_a_port() -> None:
