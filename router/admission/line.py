@@ -77,8 +77,8 @@ class Line:
                 "too many requests wait already", reason="queue_full", limit="0 requests", retry_after_ms=RETRY_AFTER_MS
             )
         self._admission.enter(ask, self._now())
-        if not self._asks:
-            self._left_at = self._now()
+        if not self._asks:  # how fast an earlier crowd left says nothing of this one
+            self._left_at, self._pace_s = self._now(), 0.0
         turn, self._asks[ask.request_id] = asyncio.Event(), ask
         self._turns[ask.request_id] = turn
         self._waiting[ask.priority] += 1

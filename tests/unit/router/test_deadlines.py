@@ -91,6 +91,16 @@ async def test_those_ahead_in_line_count_by_how_fast_they_leave() -> None:
         assert line.wait_s(ask("new"), 100.0) == 0.0, "not looked at closely"
 
 
+async def test_how_fast_an_earlier_crowd_left_says_nothing_of_this_one() -> None:
+    clock = FakeClock()
+    line = Line(10, clock)
+    async with line.place(ask("a")) as first, line.place(ask("b")):
+        clock.advance(60.0)
+        first.taken()
+    async with line.place(ask("c")), line.place(ask("d")):
+        assert line.wait_s(ask("new", due=20.0), 0.0) == 0.0
+
+
 async def test_when_the_last_prompt_at_a_worker_is_due_is_known_while_it_is_there() -> None:
     line = Line(10, FakeClock())
     line.passed(ask("a", due=5.0))
