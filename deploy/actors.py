@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,12 +15,27 @@ from typing import Any
 from deploy import ray_head
 from deploy.placement import WorkerSpec, child_env
 from deploy.state import ClusterRecord, StateDir
+from runtime.errors import InvalidRequest
 
 TIMEOUT_S = 90.0
+KNOCK_S = 3.0
 
 
 class RayFailed(Exception):
     """Ray did not do it; the message says why."""
+
+
+def answers(address: str) -> bool:
+    """Whether somebody listens where Ray should; Ray itself would try for a minute and more. Raises InvalidRequest when
+    that is no address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidRequest("the address of a Ray cluster is host:port", field="address", limit="host:port")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), KNOCK_S):
+            return True
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +75,8 @@ class Actors:
         return int(self._call("restart", worker=worker)["pid"])
 
     def _call(self, operation: str, **more: Any) -> dict[str, Any]:
+        if not answers(self.address):
+            raise RayFailed(f"Ray at {self.address} does not answer")
         request = {
             "address": self.address, "namespace": self.namespace, "node_ip": self.node_ip, "logs": self.logs, **more
         }  # fmt: skip

@@ -261,20 +261,34 @@ def _finish(state: StateDir, record: ClusterRecord | None, session: int) -> None
 def down(config: Config) -> list[str]:
     """End the cluster of this state folder, or the workers in the Ray at `address`. Returns what was ended.
 
-    Raises InvalidRequest when there is nothing to end.
+    Raises InvalidRequest when there is nothing to end, StartFailed for workers that could not be: the router is ended
+    all the same.
     """
     state = StateDir(config.state_dir)
     record = state.read()
     if record is None and not config.address:
         raise InvalidRequest("no cluster was started here", field="state_dir")
     ended: list[str] = []
+    failed = ""
     if record is None or record.joined:
-        ended += _stop_actors(config.address or (record.ray_address if record else ""), _namespace(config, record))
+        try:
+            address = config.address or (record.ray_address if record else "")
+            ended += Actors(address, _namespace(config, record)).stop()
+        except RayFailed as error:
+            failed = str(error)
     if record is not None:
         _stop_launcher(record)
         _finish(state, record, record.launcher_pid if not processes.look(record.launcher_pid) else 0)
         ended += ["router", *(() if record.joined else record.workers)]
+    if failed:
+        done = f"ended: {', '.join(ended)}; " if ended else ""
+        raise StartFailed(
+            f"{done}the workers could not be ended: {failed}. They end with Ray on their nodes, or {_AGAIN}"
+        )
     return ended
+
+
+_AGAIN = "with `pdserve down --address` when it is back"
 
 
 def _stop_launcher(record: ClusterRecord) -> None:
@@ -289,10 +303,3 @@ def _stop_launcher(record: ClusterRecord) -> None:
 def _namespace(config: Config, record: ClusterRecord | None) -> str:
     """Of the fleet that was named, else of the one that was started here."""
     return record.namespace if record is not None and "fleet" not in config.overrides() else namespace(config)
-
-
-def _stop_actors(address: str, fleet: str) -> list[str]:
-    try:
-        return Actors(address, fleet).stop()
-    except RayFailed as error:
-        raise StartFailed(str(error)) from None

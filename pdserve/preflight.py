@@ -4,6 +4,7 @@ without torch, from the configuration and the files it names. The words are thos
 
 from __future__ import annotations
 
+from deploy.actors import answers
 from engine.loop import EngineSpec
 from engine.models.families import check_together, family_of
 from engine.models.footprint import least_spec
@@ -13,11 +14,14 @@ from engine.tiers.build import host_items
 from router.admission.tenants import Keys
 from runtime import rpc
 from runtime.config import Config
+from runtime.errors import InvalidRequest
 from runtime.modelfiles import ModelFiles
 
 
 def check(config: Config) -> None:
     """Raises InvalidRequest, Unsupported or NotFound."""
+    if config.address and not answers(config.address):
+        raise InvalidRequest(f"no Ray answers at {config.address}", field="address")
     rpc.check_files(config)
     Keys.load(config)
     files = ModelFiles.open(config.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deploy.actors import answers
 from deploy.fleet import Fleet
 from deploy.state import StateDir
 from pdserve.client import unanswered
@@ -46,10 +48,19 @@ async def run(config: Config, router: str, as_json: bool) -> None:
         except WorkerLost as lost:
             raise WorkerLost(unanswered(address)) from lost
     rows = [row(record) for record in workers]
+    ray = await asyncio.to_thread(_ray, config, router)
     if as_json:
-        print(json.dumps({"router": address, "serving": serving, "workers": rows}))
+        print(json.dumps({"router": address, "serving": serving, "ray": ray, "workers": rows}))
         return
-    _print(address, serving, rows)
+    _print(address, serving, rows, ray)
+
+
+def _ray(config: Config, router: str) -> dict[str, Any]:
+    """Of the cluster started here: where its Ray is and whether it answers. {} where there is none."""
+    record = StateDir(config.state_dir).read() if not router else None
+    if record is None or not record.ray_address:
+        return {}
+    return {"address": record.ray_address, "answers": answers(record.ray_address)}
 
 
 def row(record: registry_pb2.WorkerRecord) -> dict[str, Any]:
@@ -118,12 +129,15 @@ def _state(record: registry_pb2.WorkerRecord) -> str:
     return "ready" if record.ready else record.progress or "starting"
 
 
-def _print(address: str, serving: bool, rows: Sequence[dict[str, Any]]) -> None:
+def _print(address: str, serving: bool, rows: Sequence[dict[str, Any]], ray: dict[str, Any]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)  # nothing is cut where nobody sees the window
     word = "[green]serving[/]" if serving else "[yellow]not serving[/]"
     console.print(f"router {address}: {word}", highlight=False)
+    if ray and not ray["answers"]:
+        text = f"Ray {ray['address']}: away; what runs goes on, and nobody starts a worker again"
+        console.print(text, style="yellow", highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, no_wrap=True)
