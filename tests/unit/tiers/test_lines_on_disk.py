@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
+
+import pytest
 
 from engine.api import Retention
 from engine.successors import Line, Successors
@@ -184,6 +187,29 @@ def test_what_is_said_of_a_page_while_it_is_being_written_is_written_down(tmp_pa
 
     retained = fresh.engine._scheduler.memory.retained
     assert [retained.rank(known) for known in page_keys(ROOT, tokens)[:2]] == [7, 7]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_was_said_is_known_after_each_of_many_restarts(tmp_path: Path, seed: int) -> None:
+    """Conversations with a common beginning, in any order, some asked again or parted, over a small disk."""
+    draw, made = Random(seed), lab(tmp_path, disk_pool_bytes=60 * PAGE)
+    talks = [(*SYSTEM, *prompt(20 + number, seed=number)) for number in range(4)]
+    spilled, spent = 0, set[bytes]()
+    for number in range(30):
+        at = draw.randrange(len(talks))
+        answered = turn(made, f"r{number}", talks[at][: draw.choice([999, 999, 110])], 100 + number)
+        if draw.random() < 0.7:
+            talks[at] = answered[:300]
+        if number % 5 == 4:
+            before = {name: rule(made).line(name) for name in names(made)}
+            made.engine.stop()
+            spilled += made.tiers.counts.spilled_states
+            made = lab(tmp_path, disk_pool_bytes=60 * PAGE)
+            assert {name: rule(made).line(name) for name in names(made)} == before
+            spent |= {name for name in before if rule(made).spent(name)}
+    assert spent
+    assert spilled > len(before), "some have gone"
+    made.baseline()
 
 
 def test_a_line_goes_with_its_state_and_is_written_anew_with_it(tmp_path: Path) -> None:
