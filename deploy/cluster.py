@@ -282,13 +282,9 @@ def down(config: Config) -> list[str]:
         ended += ["router", *(() if record.joined else record.workers)]
     if failed:
         done = f"ended: {', '.join(ended)}; " if ended else ""
-        raise StartFailed(
-            f"{done}the workers could not be ended: {failed}. They end with Ray on their nodes, or {_AGAIN}"
-        )
+        left = "they end with Ray on their nodes, or with `pdserve down --address` when it is back"
+        raise StartFailed(f"{done}the workers could not be ended: {failed}; {left}")
     return ended
-
-
-_AGAIN = "with `pdserve down --address` when it is back"
 
 
 def _stop_launcher(record: ClusterRecord) -> None:
