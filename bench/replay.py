@@ -91,7 +91,7 @@ def study(
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Report]:
     """On stderr, on a terminal only; nothing at all when quiet."""
-    if quiet:
+    if quiet or not sys.stderr.isatty():
         yield lambda text, share: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

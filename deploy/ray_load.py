@@ -14,6 +14,7 @@ import json
 import os
 import queue
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from deploy import processes
 from deploy.placement import child_env
 from deploy.ray_ops import claim_stdout, connect
 
+LOOK_S = 5.0
 PLACE_S = 60.0
 POLL_S = 0.2
 ANSWER_S = 30.0
@@ -126,13 +128,20 @@ class Crew:
         self._replies.flush()
 
 
+def _check(address: str) -> None:
+    """Raises OSError where nobody listens: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), LOOK_S).close()
+
+
 def main() -> None:
     replies = claim_stdout()
     request = json.loads(sys.stdin.readline())
     try:
+        _check(request["address"])
         connect(request)
         Crew(request["jobs"], replies).run()
-    except (ray.exceptions.RayError, ConnectionError, ValueError) as error:
+    except (ray.exceptions.RayError, OSError, ValueError) as error:
         why = (str(error).strip().splitlines() or ["it gave no reason"])[-1]
         replies.write(json.dumps({"failed": f"Ray at {request['address']} starts no load generators: {why}"}) + "\n")
 

@@ -14,7 +14,7 @@ from bench.load.results import FAILED, PARTS, REFUSED
 from bench.load.target import Address, Answer, Card, Unanswered
 from protos.v1 import inference_pb2, inference_pb2_grpc
 from runtime import rpc
-from runtime.errors import WorkerLost
+from runtime.errors import PermissionDenied, Unauthenticated, WorkerLost
 from runtime.rpc_errors import ERROR_KEY
 
 CONNECTIONS = 4
@@ -48,6 +48,8 @@ class GrpcTarget:
                 )
         except WorkerLost as exc:
             raise WorkerLost(f"no router answers at {self._address.address} (gRPC)") from exc
+        except (Unauthenticated, PermissionDenied) as exc:
+            raise Unauthenticated(f"the router refuses the key ({exc.reason})", field="api_key") from exc
         return [Card(card.id, card.max_model_len, card.vocab_size, True) for card in reply.models]
 
     def request(self, turn: Turn, tokens: Tokens, key: str) -> Any:

@@ -3,12 +3,12 @@ it starts something, by itself."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +19,17 @@ from deploy.ports import free_ports
 from runtime.config import Config
 from tests import readme
 from tests.cluster_tools import PDSERVE, ROOT, ForegroundCluster, Traces, listening, run_pdserve, until
+from tests.integration.cluster.conftest import HEAD, NODE
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]  # a start takes its time on a busy machine
 
-HEAD, NODE = "127.0.0.3", "127.0.0.4"
 SHARED = [(info, text) for info, text in readme.blocks() if info in ("sh", "python")]
 TESTED_ELSEWHERE = {
     "sh up": "the cluster fixture",
     "sh ray": "",
     "sh join": "",
     "sh leave": "",
+    "sh load": "",
     "sh redis": "",
     "sh tls": "",
     "sh elastic": "test_ray_fleet.py",
@@ -69,80 +70,54 @@ def test_the_configuration_file_is_one(tmp_path: Path) -> None:
         assert getattr(config, key) == value
 
 
-@pytest.fixture
-def ray_machines(tmp_path: Path, short_tmp: Path) -> Iterator[dict[str, str]]:
-    """Two Ray nodes on loopback addresses, started by the README's own lines; yields the variables of its commands."""
-    (short_tmp / "token").write_text("0" * 64)
-    port, *others = free_ports("127.0.0.1", 18)
-    variables = {"HEAD": HEAD, "NODE": NODE, "PORT": str(port)}
-    env = {
-        **os.environ,
-        **variables,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(short_tmp / "token"),
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    }
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for line in readme.block("sh ray").strip().splitlines():
-            quiet = "--num-cpus=2 --object-store-memory=80000000 --disable-usage-stats --include-log-monitor=false"
-            extra = f"--temp-dir={short_tmp} --include-dashboard=false {quiet}" if "--head" in line else quiet
-            names = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port",
-                     "metrics-export-port", *(("ray-client-server-port",) if "--head" in line else ()))  # fmt: skip
-            ports = " ".join(f"--{name}={others.pop()}" for name in names)
-            command = ["bash", "-c", f"exec {line} {extra} {ports}"]
-            log = (tmp_path / f"ray{len(started)}.log").open("wb")
-            with log:
-                started.append(
-                    processes.spawn(command, env=env, death_signal=signal.SIGTERM, output=log, new_session=True)
-                )
-            said = tmp_path / f"ray{len(started) - 1}.log"
-            until(lambda said=said: "Ray runtime started" in said.read_text(), 40, f"{line}\n{said.read_text()}")  # type: ignore[misc]
-        yield env
-    finally:
-        for process in reversed(started):
-            processes.stop(process, 5)
-            processes.sweep(process.pid)
-
-
 def test_workers_are_placed_on_other_machines_and_end_with_down(ray_machines: dict[str, str], tmp_path: Path) -> None:
     env = ray_machines
     http, grpc = free_ports(HEAD, 2)
 
     def flags(info: str) -> list[str]:
-        text = os.path.expandvars(readme.block(info))
+        text = os.path.expandvars(readme.block(f"sh {info}"))
         for name in ("HEAD", "PORT"):
             text = text.replace(f"${name}", env[name])
         words = shlex.split(text.replace(":9000", f":{grpc}").replace(":8000", f":{http}"))
         assert words[0] == "pdserve"
         return words[2:]
 
-    cluster = ForegroundCluster(tmp_path, *flags("sh join"), env=env)
+    cluster = ForegroundCluster(tmp_path, *flags("join"), env=env)
     try:
         cluster.until_ready()
         workers = cluster.status()["workers"]
         assert {one["address"].rpartition(":")[0] for one in workers} <= {HEAD, NODE}
         assert [(one["role"], one["state"]) for one in workers] == [("decode", "ready"), ("prefill", "ready")]
         pids = {one["pid"] for one in workers}
+        loaded(flags("load"), env)
         cluster.stop()
         assert not listening(f"{HEAD}:{http}")
         assert all(processes.look(pid) for pid in pids), "the workers outlive the router"
 
-        again = ForegroundCluster(tmp_path, *flags("sh join"), env=env)
+        again = ForegroundCluster(tmp_path, *flags("join"), env=env)
         try:
             again.until_ready()
             assert {one["pid"] for one in again.status()["workers"]} == pids, "the same workers come back"
         finally:
             again.stop()
-        other = run_pdserve("down", *flags("sh leave"), "--fleet=blue", f"--state-dir={tmp_path}/nothing", env=env)
+        other = run_pdserve("down", *flags("leave"), "--fleet=blue", f"--state-dir={tmp_path}/nothing", env=env)
         assert other.stdout.strip() == "ended: nothing was running", other.stderr
         assert all(processes.look(pid) for pid in pids), "another fleet's workers are left alone"
-        done = run_pdserve("down", *flags("sh leave"), f"--state-dir={tmp_path}/nothing", env=env)
+        done = run_pdserve("down", *flags("leave"), f"--state-dir={tmp_path}/nothing", env=env)
         assert done.returncode == 0, done.stderr
         until(lambda: not any(processes.look(pid) for pid in pids), 10, "the end of the workers")
     finally:
         cluster.stop()
+
+
+def loaded(words: list[str], env: dict[str, str]) -> None:
+    """Both machines send, and all is answered."""
+    done = run_pdserve("bench", *words, "--json", env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["requests"]["completed"] == found["requests"]["sum"] == 100
+    assert [one["node"] for one in found["load"]["loaders"]] == [HEAD, NODE]
+    assert found["output_tokens"] == 100 * 16
 
 
 def words_of(info: str) -> list[str]:
