@@ -1,8 +1,10 @@
 """Decode steps of a GPU as CUDA graphs: one launch for a step whose kernels are too short to be launched one by one.
 
-A graph is captured at the first step of its size (sizes are powers of two, a step is padded to the next one) and then
-replayed over the same buffers (engine.layers.static). Capturing and warming up run on padding rows alone, so nothing
-that anybody reads is written. Other threads copy and register memory meanwhile: only this thread's calls are captured.
+A graph is captured at the first step of its size (sizes are powers of two, a step is padded to the next one) and reach
+(attention is launched for the longest sequence that the buffers have room for: with one graph for all lengths, short
+steps would start thousands of programs that end at once), and then replayed over the same buffers
+(engine.layers.static). Capturing and warming up run on padding rows alone, so nothing that anybody reads is written.
+Other threads copy and register memory meanwhile: only this thread's calls are captured.
 
 Without a GPU (Triton's interpreter) the same step runs call by call.
 """
@@ -25,6 +27,9 @@ from engine.plan import Row
 WARM_UP = 2
 """Runs before a capture: kernels are compiled and libraries make their workspaces in the first."""
 
+SHORT, LONGER = 4096, 4
+"""Tokens of the longest sequence of a step: a graph reaches so far, or this many times further as often as it takes."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +50,8 @@ class DecodeGraphs:
         self.most = most
         self._model, self._pools = model, pools
         self._max_len, self._ring, self._device = max_len, ring, device
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._beside: Any = None  # one for all captures: libraries keep a workspace for each stream they have seen
         self._memory: Any = None  # shared by all graphs: they run one at a time, and logits are used up in between
         self.works = True
 
@@ -55,9 +61,10 @@ class DecodeGraphs:
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """[len(rows), vocab], valid until the next call."""
         size = 1 << (len(rows) - 1).bit_length()
-        held = self._captured.get(size)
+        reach = self._reach(rows)
+        held = self._captured.get((size, reach))
         if held is None:
-            held = self._captured[size] = self._made(size)
+            held = self._captured[size, reach] = self._made(size, reach)
         held.step.fill(rows)
         if held.graph is None:
             return self._forward(held.step)[: len(rows)]
@@ -65,12 +72,18 @@ class DecodeGraphs:
         assert held.logits is not None
         return held.logits[: len(rows)]
 
+    def _reach(self, rows: Sequence[Row]) -> int:
+        longest, reach = max(row.start for row in rows) + 1, SHORT
+        while reach < longest:
+            reach *= LONGER
+        return min(reach, self._max_len)
+
     def _forward(self, step: StaticStep) -> torch.Tensor:
         return self._model.logits(self._model.forward(step.batch, self._pools))
 
-    def _made(self, size: int) -> _Captured:
+    def _made(self, size: int, reach: int) -> _Captured:
         """Captured where there is a GPU. A device that cannot be captured on serves without, and says so once."""
-        made = _Captured(StaticStep(self._model.groups, size, self._max_len, self._ring, self._device))
+        made = _Captured(StaticStep(self._model.groups, size, reach, self._ring, self._device))
         made.step.fill(())
         if self._device.type != "cuda":
             return made
@@ -84,7 +97,9 @@ class DecodeGraphs:
 
     def _capture(self, made: _Captured) -> None:
         current = torch.cuda.current_stream(self._device)
-        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        beside = self._beside
         beside.wait_stream(current)
         with torch.cuda.stream(beside):
             for _ in range(WARM_UP):

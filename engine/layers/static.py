@@ -31,25 +31,24 @@ class _Twin:
         self.device = torch.zeros(shape, dtype=dtype, device=device)
         self.host: npt.NDArray[np.int64] = self._host.numpy()
 
-    def send(self, width: int | None = None) -> None:
-        """The first `width` columns, or all."""
-        if width is None:
-            self.device.copy_(self._host, non_blocking=True)
-        else:
-            self.device[:, :width].copy_(self._host[:, :width], non_blocking=True)
+    def send(self, count: int | None = None) -> None:
+        """The first `count` along the first axis, or all: one piece of memory, or the copy would go by way of memory
+        that is not page-locked, and wait."""
+        self.device[:count].copy_(self._host[:count], non_blocking=True)
 
 
 class StaticStep:
     """batch: always the same tensors. fill() gives them a step's values."""
 
-    def __init__(self, groups: Groups, size: int, max_len: int, ring: int, device: torch.device) -> None:
+    def __init__(self, groups: Groups, size: int, reach: int, ring: int, device: torch.device) -> None:
+        """reach: tokens of the longest sequence."""
         self.size = size
         self._kv = groups.kv
         self._ring = ring
         columns = 2 * groups.kv.kv_heads if groups.kv is not None else 1
         self._numbers = _Twin((5, size), torch.int64, device)  # tokens, positions, latent cells, slots, records
         self._cells = _Twin((size, columns), torch.int64, device)
-        self._tables = _Twin((size, -(-max_len // PAGE_TOKENS)), torch.int32, device)
+        self._tables = _Twin((-(-reach // PAGE_TOKENS), size), torch.int32, device)  # page by page: see send()
         self._ends = _Twin((size,), torch.int32, device)
         self._fold = _Twin((size,), torch.bool, device)
         tokens, positions, cells, slots, held = self._numbers.device.unbind()
@@ -74,7 +73,7 @@ class StaticStep:
             lengths=(1,) * self.size,
             starts=(),
             pages=(),
-            tables=self._tables.device,
+            tables=self._tables.device.t(),
             firsts=torch.arange(self.size + 1, dtype=torch.int32, device=device),
             ends=self._ends.device,
             cells=cells,
@@ -84,12 +83,12 @@ class StaticStep:
         """Values of these decode rows, in order, and of padding after them."""
         assert len(rows) <= self.size
         numbers, tables, ends, fold = self._numbers.host, self._tables.host, self._ends.host, self._fold.host
-        numbers[:], tables[:, 0], ends[:], fold[:] = 0, 0, 1, False
+        numbers[:], tables[0], ends[:], fold[:] = 0, 0, 1, False
         width = 1
         for i, row in enumerate(rows):
             used = row.start // PAGE_TOKENS + 1
             width = max(width, used)
-            tables[i, :used] = row.pages[:used]
+            tables[:used, i] = row.pages[:used]
             ends[i] = row.start + 1
             last = row.pages[used - 1] * PAGE_TOKENS + row.start % PAGE_TOKENS
             numbers[:, i] = row.tokens[0], row.start, last, row.slot, 0

@@ -40,6 +40,7 @@ PARTS: dict[str, tuple[str, float]] = {
     "tokens": ("parts", 200),
     "sampling": ("parts", 200),
     "handoff": ("handoff", 90),
+    "attention": ("attention", 90),
     "decode": ("speed", 90),
     "replay": ("speed", 90),
     "tiers": ("speed", 60),
@@ -90,7 +91,7 @@ def ran(command: Sequence[str], env: Mapping[str, str], seconds: float) -> dict[
 def environment(name: str, device: str) -> Mapping[str, str]:
     extra = {"PYTHONUNBUFFERED": "1"}
     if device == "cpu":
-        extra |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if name == "kernels" else "0"}
+        extra |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if name in ("kernels", "attention") else "0"}
     return {**os.environ, **extra}
 
 

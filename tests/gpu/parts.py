@@ -79,7 +79,8 @@ def seconds(call: Callable[[], object], device: str, rounds: int = 10, warm: int
 
 
 def limits(device: str) -> Figures:
-    """What this device does at best, measured now: the other figures are set beside these."""
+    """What this device does at best, measured now: the other figures are set beside these. memory_bytes_per_s: of what
+    is read and what is written together."""
     big = device == "cuda"
     size = (2 << 30) if big else (8 << 20)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))

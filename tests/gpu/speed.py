@@ -108,7 +108,7 @@ def decode(device: str) -> Figures:
         pages = 2 + BATCHES[-1] * (context // PAGE_TOKENS + 1)
         for graphs in (True, False):
             run = runner(config, device, dtype, pages, BATCHES[-1] + 1, graph_rows=BATCHES[-1] * graphs)
-            floor = parameter_bytes(run) / (best["memory_bytes_per_s"] / 2)  # a copy counts each byte twice
+            floor = parameter_bytes(run) / best["memory_bytes_per_s"]
             for batch in BATCHES:
                 plan = decode_plan(run.spec(), batch, context)
                 took = seconds(lambda run=run, plan=plan: run.run(plan), device)  # type: ignore[misc]
@@ -164,7 +164,7 @@ def replay(device: str) -> Figures:
                 "step_ratio": took[records, batch] / plain,
                 "bytes_ratio": moved[records] / moved[0],
                 "plain_step_s": plain,
-                "plain_state_share": batch * moved[0] / (best["memory_bytes_per_s"] / 2) / plain,
+                "plain_state_share": batch * moved[0] / best["memory_bytes_per_s"] / plain,
             }
     return found
 

@@ -99,7 +99,7 @@ def paged_attention(q: Tensor, cache: Tensor, plan: PagedPlan, *, scale: float, 
             *plan.tables.stride(), TOKENS=per_tile, GROUP=padded, D=width, BLOCK_D=block(width), KEYS=keys, PAGE=PAGE,
             SPLIT=split.held > 1, LEAST=LEAST, MOST=split.most, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        split.combine(out, plan)
+        split.merge(out, plan)
     return out
 
 

@@ -119,7 +119,7 @@ def mla_decode(q: Tensor, cache: Tensor, plan: PagedPlan, *, latent: int, scale:
             BLOCK_S=block(width - latent), CHANNELS=channels, KEYS=keys, PAGE=PAGE, SPLIT=split.held > 1, LEAST=LEAST,
             MOST=split.most, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        split.combine(out, plan)
+        split.merge(out, plan)
     return out
 
 

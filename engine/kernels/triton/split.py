@@ -71,7 +71,7 @@ def leave(partial, stats, at, held, split, all_rows, width, result, best, norm, 
 
 
 @triton.jit(do_not_specialize=["held", "all_rows"])
-def _combine_kernel(
+def _merge_kernel(
     partial, stats, out, held, all_rows, WIDTH: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program: BLOCK channels of one head of one token."""
@@ -130,13 +130,13 @@ class Split:
         partial = torch.empty((rows, held, width), dtype=torch.float32, device=q.device)
         return cls(parts, most, held, rows, partial, torch.empty((2, rows, held), dtype=torch.float32, device=q.device))
 
-    def combine(self, out: Tensor, plan: PagedPlan) -> None:
+    def merge(self, out: Tensor, plan: PagedPlan) -> None:
         """Into the plan's rows of out [T, heads, width], contiguous."""
         if self.held == 1:
             return
         heads, width = out.shape[1:]
         held = int(triton.next_power_of_2(self.held))
         size = min(block(width), max(8192 // held, 16))
-        _combine_kernel[(plan.tokens, heads, triton.cdiv(width, size))](
+        _merge_kernel[(plan.tokens, heads, triton.cdiv(width, size))](
             self.partial, self.stats, out, self.held, self.rows, WIDTH=width, HELD=held, BLOCK=size
         )

@@ -146,7 +146,7 @@ def step_of(name: str, ring: int = 4) -> Callable[[], torch.Tensor]:
     """The step that a graph is captured over."""
     model = model_of(name)
     pools = Pools(model.groups, 10, 5 if model.groups.state else 0, DEVICE, ring)
-    step = StaticStep(model.groups, SIZE, 256, ring, DEVICE)
+    step = StaticStep(model.groups, SIZE, 4096, ring, DEVICE)  # so far that keys are split
     return lambda: model.logits(model.forward(step.batch, pools))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import graphs
 from engine.layers.pools import Groups
@@ -43,6 +44,8 @@ def test_a_decode_step_on_a_gpu_waits_for_nothing_and_copies_nothing(
 ) -> None:
     assert not traced[name]["error"], traced[name]["error"]
     assert "_attention_kernel" in traced[name]["launches"]
+    short_window = name == "llama"
+    assert ("_merge_kernel" in traced[name]["launches"]) != short_window, "keys are split where there are many"
 
 
 def test_a_wait_would_be_noticed(traced: dict[str, dict[str, Any]]) -> None:
@@ -91,6 +94,28 @@ def test_a_step_leaves_nothing_of_itself_to_the_next() -> None:
     assert batch.latent.decode.ends.tolist() == [18, 1]
 
 
+class Pieces(TorchDispatchMode):
+    """Copies must be of one piece on both sides: others go by way of new memory that is not page-locked, and wait."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            assert all(x.is_contiguous() for x in args[:2])
+            self.copies += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "kimi_linear"])
+def test_what_a_step_sends_to_the_device_is_in_one_piece(name: str) -> None:
+    step = StaticStep(groups_of(name), 4, 256, 4, CPU)
+    with Pieces() as pieces:
+        step.fill((Row(1, (7,), 33, (5, 6, 9), 3, whole=32), Row(2, (8,), 16, (2, 3), 2, whole=16)))
+    assert pieces.copies >= 3
+
+
 class Model:
     """Logits are the tokens themselves."""
 
@@ -131,6 +156,16 @@ def test_only_decode_steps_of_captured_sizes_are_taken(monkeypatch: pytest.Monke
     assert not made.takes((decode, chunk))
     assert not made.takes((Row(1, (4,), 3, (1,), prompt_targets=(5,)),))
     assert not made.takes((Row(1, (4,), 15, (1,), checkpoints=((16, 2),)),))
+
+
+def test_a_graph_reaches_as_far_as_the_longest_sequence_and_not_much_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long row needs the wide buffers, its neighbours alone do not; none are wider than the model's longest."""
+    monkeypatch.setattr(graphs, "uses_triton", lambda device: True)
+    made = graphs.DecodeGraphs(Model(), None, 40_000, 1, CPU, 8)  # type: ignore[arg-type]
+    for start in (3, 4095, 4096, 16_384, 39_999):
+        rows = (Row(1, (41,), 3, (1,)), Row(2, (42,), start, tuple(range(1, 2 + start // 16))))
+        assert made.logits(rows)[:, 0].tolist() == [41, 42]
+    assert sorted(made._captured) == [(2, 4096), (2, 16_384), (2, 40_000)]
 
 
 def test_the_configuration_says_whether_there_are_graphs() -> None:

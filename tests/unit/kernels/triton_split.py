@@ -29,14 +29,14 @@ def split() -> Iterator[None]:
     """What runs inside must split keys."""
     from engine.kernels.triton.split import Split
 
-    combine, held = Split.combine, []
+    merge, held = Split.merge, []
 
     def noted(one: Split, out: Tensor, plan: PagedPlan) -> None:
         held.append(one.held)
-        combine(one, out, plan)
+        merge(one, out, plan)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Split, "combine", noted)
+        patch.setattr(Split, "merge", noted)
         yield
     assert held, "no attention ran"
     assert min(held) > 1, "nothing was split"
