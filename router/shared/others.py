@@ -9,23 +9,18 @@ Reserve stays the truth, and a refused request goes elsewhere. A router that is 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass, replace
-
-import structlog
 
 from kvtransfer.types import PAGE_TOKENS
 from protos.v1 import common_pb2
 from router.policy.pairing import Role
 from router.policy.speeds import Speeds
 from router.policy.view import Work, WorkerView
-from runtime.errors import RegistryUnavailable
+from router.shared.claims import Claimant
 from runtime.registry.store import Store
 
 PRESENCE_S = 1.0
 PRESENCE_TTL_S = 3.0
-
-_log = structlog.get_logger("pdserve.router.others")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,37 +80,15 @@ def _account(view: WorkerView, sequence: int) -> _Own:
     return _Own(sequence, view.prefill_tokens, requests, view.held_tokens, view.held_slots)
 
 
-class Presence:
-    """Tells the others that this router is there, and `others` whether they are. Owner calls start() and close()."""
+class Presence(Claimant):
+    """Tells the others that this router is there, and `others` whether they are."""
 
     def __init__(self, store: Store, router_id: str, others: Others) -> None:
-        self._store = store
-        self._router_id = router_id
+        super().__init__(store, "routers", router_id, PRESENCE_TTL_S)
         self._others = others
-        self._task: asyncio.Task[None] | None = None
-        self._stopping = False
 
-    def start(self) -> None:
-        assert self._task is None, "started twice"
-        self._task = asyncio.create_task(self._run(), name="router-presence")
+    async def turn(self) -> None:
+        self._others.present = (await self.claim({})).holders > 1
 
-    async def close(self) -> None:
-        self._stopping = True
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-        with suppress(RegistryUnavailable, TimeoutError):
-            async with asyncio.timeout(PRESENCE_S):
-                await self._store.claim("routers", self._router_id, {}, 0.0)
-
-    async def _run(self) -> None:
-        while not self._stopping:
-            try:
-                claim = await self._store.claim("routers", self._router_id, {}, PRESENCE_TTL_S)
-                self._others.present = claim.holders > 1
-            except RegistryUnavailable:
-                pass  # the last count holds
-            except Exception as exc:  # noqa: BLE001  supervises: the others go on hearing of this router
-                _log.error("presence_failed", exc_info=exc)
-            await asyncio.sleep(PRESENCE_S)
+    async def pause(self) -> None:
+        await asyncio.sleep(PRESENCE_S)

@@ -21,9 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
-
 from router.admission.tenants import Tenant
+from router.shared.claims import Claimant
 from runtime.clock import Clock
 from runtime.errors import RegistryUnavailable
 from runtime.metrics import Metrics
@@ -50,8 +49,6 @@ SPARE = 16
 """Prompts a router may keep a claim on without using it, at most."""
 
 COUNTER_TTL_S = 3600.0
-_POOL = "tenants"
-_log = structlog.get_logger("pdserve.router.quotas")
 
 
 class Buckets(Protocol):
@@ -120,8 +117,8 @@ class _Spending:
         return max(self.mine / self.all if self.all > 0 else 0.0, 1.0 / routers)
 
 
-class Quotas:
-    """allowed() and gather() are for whoever admits. Owner calls start() and close()."""
+class Quotas(Claimant):
+    """allowed() and gather() are for whoever admits."""
 
     def __init__(
         self,
@@ -133,9 +130,8 @@ class Quotas:
         metrics: Metrics,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._store = store
+        super().__init__(store, "tenants", router_id, SHARE_TTL_S)
         self._patience_s = patience_s
-        self._router_id = router_id
         self._buckets = buckets
         self._clock = clock
         self._leases: dict[str, Lease] = {}
@@ -144,8 +140,6 @@ class Quotas:
         self._told_all_at = self._claimed_at = float("-inf")
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._stopping = False
         self.routers = 1
         self.away = False
         self._silent = False  # a claim takes too long to be waited for
@@ -154,21 +148,6 @@ class Quotas:
             "1: tenants' limits are settled with the other routers; 0: last known shares",
         )
         self._agreed.set(1)
-
-    def start(self) -> None:
-        assert self._task is None, "started twice"
-        self._task = asyncio.create_task(self._run(), name="tenant-quotas")
-
-    async def close(self) -> None:
-        """Gives its shares back, if Redis is there."""
-        self._stopping = True
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-        with suppress(RegistryUnavailable, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._store.claim(_POOL, self._router_id, {}, 0.0)
 
     # --- the door -------------------------------------------------------------------------------------------------
 
@@ -233,7 +212,7 @@ class Quotas:
                 wishes[slot(name)] = Wish(want, lease.limit)
             elif not lease.used:
                 del self._leases[name]
-        claim = await self._store.claim(_POOL, self._router_id, wishes, SHARE_TTL_S)
+        claim = await self.claim(wishes)
         self._claimed_at = now
         self.routers = max(claim.holders, 1)
         for name, lease in self._leases.items():
@@ -289,18 +268,16 @@ class Quotas:
             return BRISK_S
         return TICK_S if self.away or self._spending or self._leases else IDLE_S
 
-    async def _run(self) -> None:
-        while not self._stopping:
-            self._wake.clear()
-            if self._due():
-                try:
-                    await self.settle()
-                except Exception as exc:  # noqa: BLE001  supervises: limits go on being settled
-                    _log.error("settle_failed", exc_info=exc)
-            await asyncio.sleep(BRISK_S)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause() - BRISK_S):
-                    await self._wake.wait()
+    async def turn(self) -> None:
+        self._wake.clear()
+        if self._due():
+            await self.settle()
+
+    async def pause(self) -> None:
+        await asyncio.sleep(BRISK_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._pause() - BRISK_S):
+                await self._wake.wait()
 
 
 def slot(tenant: str) -> str:
