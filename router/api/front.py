@@ -80,7 +80,6 @@ class Front:
         self.keys = keys
         self.salts = Salts(config.cache_salt_secret)
         self.permits = Permits(config.max_inflight)
-        self.draining = False
 
     def check_model(self, name: str | None) -> None:
         """Raises NotFound(reason="model_not_found")."""

@@ -26,7 +26,7 @@ from router.api.sink import KeepAlive, Sink
 from router.params import Params
 from router.request import Outcome, Reply
 from router.stats import Record
-from runtime.errors import Cancelled, Draining, InvalidRequest, PdserveError, let_go
+from runtime.errors import Cancelled, InvalidRequest, PdserveError, let_go
 from runtime.health import Health, Report
 from runtime.ids import new_request_id
 from runtime.metrics import CONTENT_TYPE, Metrics
@@ -205,8 +205,6 @@ class HttpFace:
         name: str,
         user: str,
     ) -> Call:
-        if self._front.draining:
-            raise Draining("the router is shutting down", retry_after_ms=1000)
         record.label = (asked.headers.get(LABEL_HEADER, "") or user)[:MAX_LABEL]
         return Call(
             prompts=prompts,

@@ -21,7 +21,7 @@ from router.params import Params, Retention
 from router.request import Outcome
 from router.stats import Record
 from router.text.progress import Delta, Finish
-from runtime.errors import DeadlineExceeded, Draining, InvalidRequest, PdserveError, QuotaExceeded, let_go
+from runtime.errors import DeadlineExceeded, InvalidRequest, PdserveError, QuotaExceeded, let_go
 from runtime.ids import new_request_id
 
 Event = inference_pb2.GenerateEvent
@@ -223,8 +223,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return schema.chat_of(messages, generation, self._front.limits)
 
     def _call(self, request: inference_pb2.GenerateRequest, context: Any, tenant: Tenant, record: Record) -> Call:
-        if self._front.draining:
-            raise Draining("the router is shutting down", retry_after_ms=1000)
         prompt, name = self._prompt(request)
         metadata = dict(context.invocation_metadata() or ())
         record.label = str(metadata.get("x-request-id", ""))[:MAX_LABEL]
