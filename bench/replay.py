@@ -6,7 +6,8 @@
 TRACE: Mooncake's JSON lines or Azure's CSV; without it, the conversations of Mooncake that come with pdserve.
 Objective: TTFT <= 2 s + 1 s per 8K prompt tokens and mean TPOT <= 50 ms; goodput: share of requests that meet both;
 capacity: the highest rate with goodput >= 0.9 under least_load; --load is a share of it (several, separated by commas,
-without --json); --rate or --speedup say the rate instead.
+without --json), or of the trace's own rate where there is none, since so few requests are fast enough even all at once;
+--rate or --speedup say the rate instead.
 """
 
 from __future__ import annotations
@@ -61,13 +62,20 @@ def rates(
     cache: Path | None,
     report: Report,
 ) -> tuple[Capacity | None, list[tuple[float | None, float]]]:
-    """(capacity, [(load, requests per second)]). Only a load needs the capacity."""
+    """(capacity, [(load, requests per second)]). Only a load needs the capacity. Where so few requests are played that
+    they have none, the load is a share of the trace's own rate."""
     if rate:
         return None, [(None, rate)]
     if speedup:
         return None, [(None, experiment.native_rate * speedup)]
-    capacity = experiment.capacity(cache, report)
-    return capacity, [(load, load * capacity.requests_per_s) for load in loads]
+    capacity: Capacity | None = None
+    try:
+        capacity = experiment.capacity(cache, report)
+    except InvalidRequest as error:
+        if error.field != "requests":
+            raise
+    whole = capacity.requests_per_s if capacity is not None else experiment.native_rate
+    return capacity, [(load, load * whole) for load in loads]
 
 
 def study(
@@ -274,7 +282,8 @@ def main(
     if not console.is_terminal:
         console = Console(width=140)
     for (load, per_s), figures in zip(at, results, strict=True):
-        share = "" if load is None else f", {100 * load:.0f} % of capacity"
+        of = "capacity" if capacity is not None else "the trace's own speed: so few requests have no capacity here"
+        share = "" if load is None else f", {100 * load:.0f} % of {of}"
         title = f"{experiment.profile.name} {prefill}P{decode}D, seed {seed}: {per_s:.2f} requests/s{share}"
         console.print(table(title, figures))
     assert file is not None

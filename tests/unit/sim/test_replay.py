@@ -98,3 +98,14 @@ def test_a_fleet_that_a_few_requests_cannot_fill_has_no_capacity() -> None:
     with pytest.raises(InvalidRequest) as caught:
         experiment.capacity(None, lambda text, share: None)
     assert caught.value.field == "requests"
+
+
+@pytest.mark.parametrize("requests", [1, 5])
+def test_requests_too_few_to_have_a_capacity_are_played_as_a_share_of_the_traces_own_rate(requests: int) -> None:
+    command = [str(SHIPPED), "--prefill", "8", "--decode", "8", "--policies", "predicted", "--load", "0.5"]
+    result = CliRunner().invoke(main, [*command, "--requests", str(requests), "--no-cache", "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["config"]["capacity_requests_per_s"] is None
+    assert answer["config"]["load"] == answer["config"]["speedup"] == 0.5
+    assert answer["policies"]["predicted"]["failed"] == 0
