@@ -74,6 +74,7 @@ class Drive:
                 request = self._request(session, session.turns[0], _NO_TOKENS)
                 await self._until(session.at)
                 group.create_task(self._session(session, session.at, request))
+                await asyncio.sleep(0)  # however many are due at once, the first ones go before the last are made
 
     async def _until(self, at: float) -> None:
         while (left := at - self.now()) > 0:  # noqa: ASYNC110  timers are rounded, down as well

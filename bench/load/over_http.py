@@ -18,6 +18,10 @@ from bench.load.target import Address, Answer, Card, Unanswered
 from runtime.errors import InvalidRequest, PdserveError, Unauthenticated, WorkerLost
 
 LOOK_S = 10.0
+KEEP_S = 3.0
+"""An idle connection is not used again after this. Servers close theirs after 5 s or more, and what is sent at that
+moment fails."""
+
 _LOST = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
 
 
@@ -46,7 +50,8 @@ class HttpTarget:
         headers = {"Content-Type": "application/json"}
         if address.api_key:
             headers["Authorization"] = f"Bearer {address.api_key}"
-        connector = aiohttp.TCPConnector(limit=0, ssl=_tls(address) if base.startswith("https") else True)
+        tls = _tls(address) if base.startswith("https") else True
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S, ssl=tls)
         async with aiohttp.ClientSession(
             connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
         ) as session:

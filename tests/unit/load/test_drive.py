@@ -146,6 +146,27 @@ async def test_a_server_that_stands_still_does_not_keep_the_next_requests_from_b
     assert all(result.late == pytest.approx(result.sent - result.due, abs=0.01) for result in results)
 
 
+async def test_of_many_that_are_due_at_once_the_first_are_sent_before_the_last_are_made(bench: Bench) -> None:
+    plan = replace(LOOP, arrival="burst", requests=300, concurrency=0)
+    made: list[bool] = []
+    sent = asyncio.Event()
+
+    class Watched(Marked):
+        def request(self, turn: Turn, tokens: Tokens, key: str) -> Any:
+            made.append(sent.is_set())
+            return super().request(turn, tokens, key)
+
+        async def ask(self, request: Any, answer: Answer) -> None:
+            sent.set()
+            await super().ask(request, answer)
+
+    target = Watched(bench.target, lambda _: scripted.WHOLE)
+    await Drive(target, plan, 0, 1, 20, time.perf_counter).run(asyncio.Event())
+    assert len(made) == 300
+    assert not made[0]
+    assert made[-1]
+
+
 async def test_turns_carry_what_was_said_before_and_come_one_after_the_other(bench: Bench) -> None:
     plan = replace(LOOP, dataset="conversations", turns=3, requests=3, concurrency=1, think_s=0.05)
     results = await bench.results(plan)
