@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC")
+
+BUILDING = "building-"
+"""How folders that are built in begin. Their builder holds a lock on them, which ends with it."""
+
+UNLOCKED_S = 60.0
+"""A folder that nobody holds may be one that its builder is about to lock, unless it is older than this."""
 
 
 class NotBuilt(Exception):
@@ -69,8 +77,30 @@ def _room(cache: Path | None) -> Iterator[tuple[Path, bool]]:
         if cache is not None:
             with contextlib.suppress(OSError):
                 cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-                folder = stack.enter_context(tempfile.TemporaryDirectory(dir=cache))
+                _sweep(cache)
+                folder = stack.enter_context(tempfile.TemporaryDirectory(dir=cache, prefix=BUILDING))
+                stack.enter_context(_locked(Path(folder)))
         yield Path(folder or stack.enter_context(tempfile.TemporaryDirectory())), folder is not None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where somebody else holds it, or where nothing can be locked."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed builders have left."""
+    for folder in cache.glob(f"{BUILDING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > UNLOCKED_S:
+                with _locked(folder):
+                    shutil.rmtree(folder)
 
 
 def _settle(path: Path) -> None:

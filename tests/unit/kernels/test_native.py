@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pwd
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,48 @@ def test_where_nothing_can_be_kept_it_is_built_all_the_same(source: Path, tmp_pa
     before = sorted(tmp_path.iterdir())
     assert native.library(source, None if place is None else tmp_path / place).value() == 3
     assert sorted(tmp_path.iterdir()) == before
+
+
+def aged(folder: Path) -> Path:
+    """As if nothing had happened in it for some time."""
+    long_ago = time.time() - 10 * native.UNLOCKED_S
+    os.utime(folder, (long_ago, long_ago))
+    return folder
+
+
+def killed_builder(cache: Path) -> Path:
+    """What one leaves: its folder with a part in it."""
+    code = (
+        "import sys; from pathlib import Path; from engine import native\n"
+        "with native._room(Path(sys.argv[1])) as (folder, _):\n"
+        "    (folder / 'part.o').touch(); print(folder, flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(cache)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as builder:
+        assert builder.stdout is not None
+        folder = Path(builder.stdout.readline().strip())
+        builder.kill()
+    assert (folder / "part.o").exists()
+    return folder
+
+
+def test_what_a_killed_builder_left_is_removed_by_the_next_one(source: Path, tmp_path: Path) -> None:
+    left = aged(killed_builder(tmp_path / "cache"))
+    native.library(source, tmp_path / "cache")
+    assert not left.exists()
+    assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".so"]
+
+
+def test_the_folder_of_a_builder_that_lives_or_has_only_begun_stays(source: Path, tmp_path: Path) -> None:
+    """Given one that takes long, and one that nobody has locked yet, then neither is touched."""
+    cache = tmp_path / "cache"
+    young = killed_builder(cache)
+    with native._room(cache) as (mine, _):
+        aged(mine)
+        native.library(source, cache)
+        assert mine.exists()
+    assert young.exists()
+    assert not mine.exists()
 
 
 @pytest.mark.usefixtures("broken")
