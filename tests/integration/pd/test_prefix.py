@@ -18,7 +18,7 @@ from kvtransfer.inprocess import Faults, InProcessTransport
 from protos.v1 import common_pb2, kvsource_pb2
 from tests.integration.pd.inprocess import LocalWorker, config
 from tests.integration.pd.router_client import Answer, Router, request
-from tests.integration.pd.workers import WorkerProcess, baseline
+from tests.integration.pd.workers import PATIENT, WorkerProcess, baseline
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
@@ -83,7 +83,7 @@ class Fleet:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(MODELS))
 async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
     model = request.param
-    more: dict[str, Any] = {"max_batch": 8, "chunk_tokens": 256, "lease_s": 3.0, "lease_margin_s": 0.5}
+    more: dict[str, Any] = {"max_batch": 8, "chunk_tokens": 256, "lease_s": 3.0, "lease_margin_s": 0.5, **PATIENT}
     workers = [LocalWorker(role, config(model, **more)) for role in ("prefill", "prefill", "decode", "both")]
     await asyncio.gather(*(worker.start() for worker in workers))
     p, q, d, cold = workers

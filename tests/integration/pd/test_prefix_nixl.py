@@ -15,7 +15,7 @@ import pytest
 from protos.v1 import common_pb2
 from tests.integration.pd.conftest import ORACLE
 from tests.integration.pd.router_client import Answer, Router, request
-from tests.integration.pd.workers import WorkerProcess, baseline
+from tests.integration.pd.workers import PATIENT, WorkerProcess, baseline
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -66,7 +66,7 @@ class Fleet:
 
 @pytest.fixture
 async def oracle() -> AsyncIterator[Fleet]:
-    async with Fleet({**ORACLE, "transport": "nixl"}) as fleet:
+    async with Fleet({**ORACLE, **PATIENT, "transport": "nixl"}) as fleet:
         yield fleet
 
 
@@ -127,7 +127,7 @@ async def test_a_source_that_dies_or_freezes_in_mid_fetch_costs_its_time_only(
 async def test_a_hybrid_models_turn_comes_back_from_decode_to_a_cold_worker_from_device_and_host() -> None:
     """State and partial page of the turn's end, over NIXL: computed is only what follows it."""
     flags = {**ORACLE, "transport": "nixl", "model": "tiny-kimi", "kv_pool_tokens": 8192}
-    async with Fleet(flags, PDSERVE_DETERMINISTIC="true") as fleet:
+    async with Fleet(flags | PATIENT, PDSERVE_DETERMINISTIC="true") as fleet:
         low = {"host_pool_tokens": 16384, "kv_pool_tokens": 1024, "state_slots": 6}
         p, q, d = await fleet.start(("prefill", {}), ("prefill", {}), ("decode", low))
         tokens = prompt(200, 1, 500)

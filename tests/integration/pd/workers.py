@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 START_S = 90.0
 SLOW = {"PDSERVE_FAULTS": "engine.step=delay:0.03"}
 VERY_SLOW = {"PDSERVE_FAULTS": "engine.step=delay:0.3"}
+PATIENT = {"reservation_s": 60.0}
+"""Fetching a prefix may take half of it: half of the usual 5 s is too short on a machine with too much to do."""
 
 
 @dataclass(eq=False)
