@@ -1,6 +1,6 @@
 """What a hand-off between the null workers takes a program that does nothing else: the router's messages, no router.
 
-python -m bench._direct_load PREFILL DECODE MODEL CONCURRENCY SECONDS RATE -> one line of JSON, as bench._http_load's
+python -m bench._direct_load PREFILL DECODE MODEL CONCURRENCY SECONDS RATE SEED -> a line of JSON, as bench._http_load's
 
 Reserve at both, submit to both, hand the ticket on, and wait for the last token: the same messages over the same kind
 of streams, from a process on the router's core. Its share of gRPC is in the figure, as the router's is in the router's.
@@ -122,7 +122,9 @@ class Direct:
             self._done[event.ref.request_id].set_result(None)
 
 
-async def main(prefill: str, decode: str, model: str, concurrency: int, seconds: float, rate: float) -> dict[str, Any]:
+async def main(
+    prefill: str, decode: str, model: str, concurrency: int, seconds: float, rate: float, seed: int
+) -> dict[str, Any]:
     prompt = ModelFiles.open(model).encode(QUESTION, allow_special=True)
     channels = [rpc.channel(address, Config()) for address in (prefill, decode)]
     p_stub: Any = prefill_pb2_grpc.PrefillStub(channels[0])
@@ -135,7 +137,7 @@ async def main(prefill: str, decode: str, model: str, concurrency: int, seconds:
         await direct.request()  # everything is warm
     latencies: list[float] = []
     started = time.perf_counter()
-    pace = Pace(started + seconds, concurrency / rate)
+    pace = Pace(started + seconds, concurrency / rate, seed)
 
     async def connection(number: int) -> None:
         async for begun in pace.starts(number):
@@ -152,5 +154,5 @@ async def main(prefill: str, decode: str, model: str, concurrency: int, seconds:
 
 
 if __name__ == "__main__":
-    count, length, per_s = (float(given) for given in sys.argv[4:7])
-    print(json.dumps(uvloop.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(count), length, per_s))))
+    count, length, per_s, series = (float(given) for given in sys.argv[4:8])
+    print(json.dumps(uvloop.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(count), length, per_s, int(series)))))

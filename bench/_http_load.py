@@ -1,11 +1,14 @@
 """A cheap HTTP client for measuring routers: keep-alive connections, one request at a time on each.
 
-python -m bench._http_load HOST:PORT MODEL MODE CONCURRENCY SECONDS [RATE] -> one line of JSON. MODE: short | stream
+python -m bench._http_load HOST:PORT MODEL MODE CONCURRENCY SECONDS [RATE [SEED]] -> one line of JSON
+MODE: short | stream
 
 Without RATE every connection sends its next request as soon as it has its answer (a closed loop: the router is always
 full, and latency is CONCURRENCY / throughput, whatever the router does). With RATE (requests per second, all together)
 it thinks in between, exponentially distributed, so that a request mostly finds the router idle: what it takes is then
 what the router adds. A request that is late because its connection was busy is late from when it was due.
+Every connection has had an answer before the time begins then (`warm` of them, not among the requests): sixteen that
+are made at once are a burst of their own, a twentieth of half a second's requests. SEED: of when they come.
 own_share: of one core that this process used; near 1 it, and not the router, is what is measured. With RATE the answer
 has every latency, too (latencies_ms), for who puts several runs together.
 """
@@ -80,10 +83,11 @@ class Pace:
 
     until: float
     think_s: float
+    seed: int = 0
 
     async def starts(self, number: int) -> AsyncIterator[float]:
         """The time from which each request counts."""
-        think = random.Random(number)
+        think = random.Random(1000 * self.seed + number)
         due = time.perf_counter()
         while True:
             if self.think_s:
@@ -96,15 +100,26 @@ class Pace:
             yield due if busy else now
 
 
-async def _connection(address: str, data: bytes, mode: str, pace: Pace, number: int, seen: Seen) -> None:
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 22)
-    read = _short if mode == "short" else _stream
-    async for started in pace.starts(number):
-        writer.write(data)
-        await read(reader, seen)
-        seen.latencies.append(time.perf_counter() - started)
-    writer.close()
+class Connection:
+    def __init__(self, data: bytes, mode: str, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        self._data = data
+        self._read = _short if mode == "short" else _stream
+        self._reader, self._writer = streams
+
+    @classmethod
+    async def open(cls, address: str, data: bytes, mode: str) -> Connection:
+        host, _, port = address.rpartition(":")
+        return cls(data, mode, await asyncio.open_connection(host, int(port), limit=1 << 22))
+
+    async def run(self, pace: Pace, number: int, seen: Seen) -> None:
+        async for started in pace.starts(number):
+            await self.ask(seen)
+            seen.latencies.append(time.perf_counter() - started)
+        self._writer.close()
+
+    async def ask(self, seen: Seen) -> None:
+        self._writer.write(self._data)
+        await self._read(self._reader, seen)
 
 
 def summary(latencies: Sequence[float], *, every: bool) -> dict[str, Any]:
@@ -119,15 +134,25 @@ def summary(latencies: Sequence[float], *, every: bool) -> dict[str, Any]:
 
 
 async def main(
-    address: str, model: str, mode: str, concurrency: int, seconds: float, rate: float = 0.0
+    address: str, model: str, mode: str, concurrency: int, seconds: float, rate: float = 0.0, seed: int = 0
 ) -> dict[str, Any]:
     data = request(address, body(model, stream=mode == "stream", tokens=64 if mode == "stream" else 4))
     seen = Seen()
+    warm = [await Connection.open(address, data, mode) for _ in range(concurrency if rate else 0)]
+    for one in warm:
+        await one.ask(seen)
+    seen.chunks = 0
     started, own = time.perf_counter(), time.process_time()
-    pace = Pace(started + seconds, concurrency / rate if rate else 0.0)
-    await asyncio.gather(*(_connection(address, data, mode, pace, number, seen) for number in range(concurrency)))
+    pace = Pace(started + seconds, concurrency / rate if rate else 0.0, seed)
+
+    async def connection(number: int) -> None:
+        used = warm[number] if warm else await Connection.open(address, data, mode)
+        await used.run(pace, number, seen)
+
+    await asyncio.gather(*(connection(number) for number in range(concurrency)))
     took = time.perf_counter() - started
     return summary(seen.latencies, every=rate > 0) | {
+        "warm": len(warm),
         "failed": seen.failed,
         "chunks": seen.chunks,
         "seconds": took,
@@ -136,5 +161,5 @@ async def main(
 
 
 if __name__ == "__main__":
-    numbers = [float(given) for given in sys.argv[4:]]
-    print(json.dumps(uvloop.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(numbers[0]), *numbers[1:]))))
+    count, length, per_s, series = [float(given) for given in (*sys.argv[4:], "0", "0")][:4]
+    print(json.dumps(uvloop.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(count), length, per_s, int(series)))))

@@ -96,7 +96,7 @@ def parts(model: str) -> dict[str, float]:
     measured: dict[str, Callable[[], Any]] = {
         "read and check the body, sampling": checked,
         "render the chat template": lambda: codec._template.render(chat.messages, add_generation_prompt=True),  # type: ignore[union-attr]
-        f"tokenize {len(tokens)} tokens": lambda: files.encode(text, allow_special=True),
+        f"tokenize {len(tokens)} tokens": lambda: codec._encode_rendered(text),
         "identifiers": lambda: (new_request_id(), child_traceparent("")),
         "choose the workers": lambda: pairing.choose(states, 100, frozenset(), frozenset()),
         "two submissions as protobuf": submitted,

@@ -30,7 +30,7 @@ import aiohttp
 import numpy as np
 
 from bench._options import positive, whole
-from bench.router import cpu_s, free_port
+from bench.router import Seconds, free_port
 from runtime.config import Config
 from runtime.modelfiles import ModelFiles
 
@@ -75,11 +75,13 @@ class Cluster:
             await process.wait()
 
     async def idle_percent(self, seconds: float) -> dict[str, float]:
-        before = {name: cpu_s(p.pid) for name, p in self.processes.items()}
+        before = {name: Seconds.of(p.pid).ran for name, p in self.processes.items()}
         began = time.monotonic()
         await asyncio.sleep(seconds)
         took = time.monotonic() - began
-        return {name: round(100 * (cpu_s(p.pid) - before[name]) / took, 2) for name, p in self.processes.items()}
+        return {
+            name: round(100 * (Seconds.of(p.pid).ran - before[name]) / took, 2) for name, p in self.processes.items()
+        }
 
     async def _spawn(self, name: str, config: Config, command: str) -> None:
         environment = dict(os.environ) | config.child_environment() | {"NIXL_LOG_LEVEL": "ERROR"}

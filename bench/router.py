@@ -13,10 +13,16 @@ The router has a core for itself and the other two the rest, where there are two
 Added latency, at 16 connections: the router is at LIGHT of what it did in a closed loop just before, each connection
 thinks in between, and a request takes from its last byte to its answer's last. Part of that is the workers' and
 gRPC's: reserve, prefill and ticket, tokens are three round trips even with workers that take no time. What they take is
-measured beside it, in turns of half a second at the same rate: a bare gRPC client (bench._direct_load) on the router's
-core goes through the same messages with the same workers. Added is the difference of the percentiles; all three are
-shown. The closed loop's own latency is 16 / throughput, whatever the router does, and is shown too. `gen` is the
-generator's share of a core: near 1 it is what is measured.
+measured beside it, in turns of a second at the same rate and the same times: a bare gRPC client (bench._direct_load) on
+the router's core goes through the same messages with the same workers. Added is the difference of the percentiles of
+all turns (not a percentile of differences: no request goes both ways); the range behind it holds four in five of what
+other choices of the same turns would have given. It takes LONGER times as long as the other cases, or the p99 would be
+the 23rd request from the top, and one stall of the machine. Most of what is left of it is queueing: the router works
+half of the time at that rate, since nothing is collected then, and the slowest in fifty find three or four others.
+
+The closed loop's own latency is 16 / throughput, whatever the router does, and is shown too. `gen` is the generator's
+share of a core: near 1 it is what is measured. `wait us` is how long the router's threads waited for its core, per
+request: for each other, some 200 us; beyond that for others, and then latencies are the machine's.
 --parts: what a short request's microseconds go to, each part measured by itself, and what is left.
 """
 
@@ -25,12 +31,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +53,28 @@ from runtime.modelfiles import ModelFiles
 CASES = (("short", 1, 64), ("short", 1, 256), ("stream", 1, 64), ("stream", 1, 256), ("stream", 4, 256))
 LATENCY_CASE = ("short", 1, 16)
 LIGHT = 0.3
-TURN_S = 0.5
+LONGER = 3
+TURN_S = 1.0
 START_S = 90.0
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds of all threads, to the nanosecond where the kernel keeps schedstat."""
-    return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+@dataclass(frozen=True)
+class Seconds:
+    """Of all threads of a process: on a processor, and ready to run without one."""
+
+    ran: float = 0.0
+    waited: float = 0.0
+
+    @classmethod
+    def of(cls, pid: int) -> Seconds:
+        tasks = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        return cls(*(sum(int(task[place]) for task in tasks) / 1e9 for place in (0, 1)))
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.ran + other.ran, self.waited + other.waited)
+
+    def __sub__(self, other: Seconds) -> Seconds:
+        return Seconds(self.ran - other.ran, self.waited - other.waited)
 
 
 def free_port() -> str:
@@ -94,9 +118,11 @@ def workers(grpc: str, model: str, per_step: int) -> Iterator[dict[str, str]]:
         process.communicate()
 
 
-def load(http: str, model: str, mode: str, concurrency: int, seconds: float, rate: float = 0.0) -> dict[str, Any]:
-    """rate: see bench._http_load."""
-    return _json_of("bench._http_load", http, model, mode, str(concurrency), str(seconds), str(rate))
+def load(
+    http: str, model: str, mode: str, concurrency: int, seconds: float, rate: float = 0.0, seed: int = 0
+) -> dict[str, Any]:
+    """rate, seed: see bench._http_load."""
+    return _json_of("bench._http_load", http, model, mode, *map(str, (concurrency, seconds, rate, seed)))
 
 
 def _json_of(module: str, *arguments: str) -> dict[str, Any]:
@@ -151,17 +177,19 @@ def measure(
         if light:
             seen, used = _in_turns(pid, http, model, mode, concurrency, seconds, rate, addresses)
         else:
-            before = cpu_s(pid)
+            before = Seconds.of(pid)
             seen = load(http, model, mode, concurrency, seconds)
-            used = cpu_s(pid) - before
+            used = Seconds.of(pid) - before
         around.append(reference.us())
+    answered = seen["requests"] + seen["warm"]
     return {
         "case": _name(mode, per_step, light),
         "concurrency": concurrency,
-        "requests_per_cpu_s": seen["requests"] / used,
-        "cpu_us": 1e6 * used / max(seen["requests"], 1),
+        "requests_per_cpu_s": answered / used.ran,
+        "cpu_us": 1e6 * used.ran / answered,
+        "wait_us": 1e6 * used.waited / answered,
         "ref_us": sum(around) / len(around),
-        "cpu_share": used / seen["seconds"],
+        "cpu_share": used.ran / seen["seconds"],
         **seen,
     }
 
@@ -175,28 +203,46 @@ def _in_turns(
     seconds: float,
     rate: float,
     addresses: dict[str, str],
-) -> tuple[dict[str, Any], float]:
-    """(what _http_load would say of `seconds` in all, with what the workers alone took; the router's CPU seconds)."""
+) -> tuple[dict[str, Any], Seconds]:
+    """(what _http_load would say of LONGER * seconds, with what the workers alone took; what the router used)."""
     turns: list[dict[str, Any]] = []
-    through: list[float] = []
-    direct: list[float] = []
-    used = 0.0
-    direct_arguments = (addresses["prefill"], addresses["decode"], model, str(concurrency), str(TURN_S), str(rate))
-    for _ in range(max(1, round(seconds / TURN_S))):
-        before = cpu_s(pid)
-        turns.append(load(http, model, mode, concurrency, TURN_S, rate))
-        used += cpu_s(pid) - before
-        through += turns[-1].pop("latencies_ms")
+    pairs: list[Pair] = []
+    used = Seconds()
+    for seed in range(max(1, round(LONGER * seconds / TURN_S))):
+        before = Seconds.of(pid)
+        turns.append(load(http, model, mode, concurrency, TURN_S, rate, seed))
+        used += Seconds.of(pid) - before
+        direct = (addresses["prefill"], addresses["decode"], model, *map(str, (concurrency, TURN_S, rate, seed)))
         with _on_its_core(pid):
-            direct += _json_of("bench._direct_load", *direct_arguments)["latencies_ms"]
+            pairs.append((turns[-1].pop("latencies_ms"), _json_of("bench._direct_load", *direct)["latencies_ms"]))
     whole: dict[str, Any] = {
-        name: sum(turn[name] for turn in turns) for name in ("requests", "failed", "chunks", "seconds")
+        name: sum(turn[name] for turn in turns) for name in ("requests", "warm", "failed", "chunks", "seconds")
     }
     whole["own_share"] = sum(turn["own_share"] for turn in turns) / len(turns)
+    others = [random.Random(number).choices(pairs, k=len(pairs)) for number in range(OTHERS)]
     for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
-        whole[name], whole[f"direct_{name}"] = (sorted(some)[int(share * len(some))] for some in (through, direct))
-        whole[f"added_{name}"] = whole[name] - whole[f"direct_{name}"]
+        whole[name], whole[f"direct_{name}"] = (_at(share, some) for some in zip(*pairs, strict=True))
+        whole[f"added_{name}"] = _added(share, pairs)
+        found = sorted(_added(share, other) for other in others)
+        whole[f"added_{name}_range"] = [found[OTHERS // 10], found[-OTHERS // 10]]
     return whole, used
+
+
+Pair = tuple[list[float], list[float]]
+"""Latencies of one turn: through the router, and of the workers asked directly."""
+
+OTHERS = 200
+
+
+def _at(share: float, turns: Iterable[list[float]]) -> float:
+    """The percentile of all turns together."""
+    every = sorted(chain.from_iterable(turns))
+    return every[int(share * len(every))]
+
+
+def _added(share: float, pairs: Iterable[Pair]) -> float:
+    through, direct = zip(*pairs, strict=True)
+    return _at(share, through) - _at(share, direct)
 
 
 @contextmanager
@@ -244,17 +290,19 @@ def main(arguments: list[str]) -> int:
         return int(any(row["failed"] for row in rows))
     print(
         f"{'case':<26}{'conc.':>6}{'req/CPU-s':>11}{'req/s':>8}{'p50 ms':>9}{'p99 ms':>9}{'failed':>8}{'ref us':>8}"
-        f"{'gen':>6}"
+        f"{'wait us':>9}{'gen':>6}"
     )
     for row in rows:
         print(
             f"{row['case']:<26}{row['concurrency']:>6}{row['requests_per_cpu_s']:>11.0f}"
             f"{row['requests'] / row['seconds']:>8.0f}{row['p50_ms']:>9.2f}{row['p99_ms']:>9.2f}"
-            f"{row['failed']:>8}{row['ref_us']:>8.0f}{row['own_share']:>6.2f}"
+            f"{row['failed']:>8}{row['ref_us']:>8.0f}{row['wait_us']:>9.0f}{row['own_share']:>6.2f}"
         )
     print(
-        "added by the router at 16 connections and {:.0%} load: p50 {added_p50_ms:.2f} ms, p99 {added_p99_ms:.2f} ms "
-        "(workers asked directly: {direct_p50_ms:.2f} and {direct_p99_ms:.2f})".format(LIGHT, **rows[-1])
+        "added by the router at 16 connections and {:.0%} load: "
+        "p50 {added_p50_ms:.2f} ms ({added_p50_ms_range[0]:.2f} to {added_p50_ms_range[1]:.2f}), "
+        "p99 {added_p99_ms:.2f} ms ({added_p99_ms_range[0]:.2f} to {added_p99_ms_range[1]:.2f}); "
+        "workers asked directly: {direct_p50_ms:.2f} and {direct_p99_ms:.2f}".format(LIGHT, **rows[-1])
     )
     if costs:
         whole = next(row["cpu_us"] for row in rows if (row["case"], row["concurrency"]) == ("short", 256))
