@@ -30,7 +30,7 @@ from deploy.simulated import Simulated
 from deploy.state import ClusterRecord, StateDir
 from deploy.supervisor import EXIT_REFUSED
 from runtime.config import Config
-from runtime.errors import PdserveError
+from runtime.errors import InvalidRequest, PdserveError
 from runtime.lifecycle import READY_FD
 
 ROUTER_GRACE_S = 5.0
@@ -60,6 +60,7 @@ class Launcher:
         self._renew = threading.Event()  # by SIGUSR1
         self._renewal: Renewal | None = None
         self._record: ClusterRecord | None = None
+        self._written: ClusterRecord | None = None
 
     def run(self) -> int:
         """Start everything, keep the router alive, return the exit status after a clean end."""
@@ -172,9 +173,16 @@ class Launcher:
         )
 
     def _note(self, record: ClusterRecord) -> None:
-        if record != self._record:
-            self._record = record
+        """A cluster that runs does not end over a full disk: the record is written when there is room again."""
+        self._record = record
+        if record == self._written:
+            return
+        try:
             self._state.write(record)
+            self._written = record
+        except InvalidRequest:
+            if self._talking:
+                raise
 
     def _place(self, address: str, specs: list[WorkerSpec]) -> None:
         local = self._own_ray

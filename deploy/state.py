@@ -71,19 +71,23 @@ class StateDir:
         return self.folder / LOGS
 
     def create(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = self.folder.lstat()
-        safe = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
-        if not safe:
-            raise InvalidRequest("the state folder belongs to somebody else", field="state_dir")
-        self.folder.chmod(0o700)
-        self.logs.mkdir(mode=0o700, exist_ok=True)
+        """Raises InvalidRequest, as everything here does for a folder that cannot be used."""
+        with self._usable():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            info = self.folder.lstat()
+            safe = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+            if not safe:
+                raise InvalidRequest("the state folder belongs to somebody else", field="state_dir")
+            self.folder.chmod(0o700)
+            self.logs.mkdir(mode=0o700, exist_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder against a second `up`. Raises InvalidRequest when another one has it."""
         self.create()
-        with (self.folder / "lock").open("w") as file:
+        with self._usable():
+            file = (self.folder / "lock").open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -97,17 +101,33 @@ class StateDir:
         try:
             raw = json.loads((self.folder / RECORD).read_text())
             return ClusterRecord(**{**raw, "workers": tuple(raw["workers"]), "routers": tuple(raw.get("routers", ()))})
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise self._unusable(error) from error
         except (ValueError, TypeError, KeyError):
             raise InvalidRequest("the cluster record cannot be read; remove the folder", field="state_dir") from None
 
     def write(self, record: ClusterRecord) -> None:
         """Atomically, so that a reader never sees half of it."""
         temporary = self.folder / f".{RECORD}.{os.getpid()}"
-        temporary.write_text(json.dumps(asdict(record), indent=1))
-        temporary.chmod(0o600)
-        temporary.replace(self.folder / RECORD)
+        with self._usable():
+            try:
+                temporary.write_text(json.dumps(asdict(record), indent=1))
+                temporary.chmod(0o600)
+                temporary.replace(self.folder / RECORD)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> InvalidRequest:
+        return InvalidRequest(f"the folder {self.folder} cannot be used: {error.strerror}", field="state_dir")
 
     def clear(self) -> None:
         """Forget the cluster. A folder made by default goes altogether; one the user named keeps its logs."""

@@ -4,6 +4,8 @@ without torch, from the configuration and the files it names. The words are thos
 
 from __future__ import annotations
 
+import asyncio
+
 from deploy.actors import answers
 from engine.loop import EngineSpec
 from engine.models.families import check_together, family_of
@@ -14,14 +16,17 @@ from engine.tiers.build import host_items
 from router.admission.tenants import Keys
 from runtime import rpc
 from runtime.config import Config
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, RegistryUnavailable
+from runtime.metrics import Metrics
 from runtime.modelfiles import ModelFiles
+from runtime.registry import is_redis, open_redis
 
 
 def check(config: Config) -> None:
     """Raises InvalidRequest, Unsupported or NotFound."""
     if config.address and not answers(config.address):
         raise InvalidRequest(f"no Ray answers at {config.address}", field="address")
+    _check_registry(config)
     rpc.check_files(config)
     Keys.load(config)
     files = ModelFiles.open(config.model)
@@ -32,6 +37,27 @@ def check(config: Config) -> None:
         refuse_overridden(config, Profile.load(config.sim))
     else:
         _check_pools(config, _model(config, files))
+
+
+def _check_registry(config: Config) -> None:
+    """A router that runs goes on while its Redis is away; a cluster that starts would wait for it without a word."""
+    if not is_redis(config.registry):
+        return
+
+    async def ask() -> None:
+        store = open_redis(config, Metrics())
+        try:
+            await store.snapshot()
+        finally:
+            await store.close()
+
+    try:
+        asyncio.run(ask())
+    except RegistryUnavailable as error:
+        why = error.__cause__ or error
+        raise InvalidRequest(f"Redis does not answer as it should: {why}", field="registry") from error
+    except ValueError as error:
+        raise InvalidRequest(f"this is no address of a Redis: {error}", field="registry") from error
 
 
 def _model(config: Config, files: ModelFiles) -> ModelSpec:

@@ -29,6 +29,8 @@ def router_address(config: Config, given: str) -> str:
     record = StateDir(config.state_dir).read()
     if record is None:
         raise InvalidRequest("no cluster was started here by `pdserve up`; name a router with --router", field="router")
+    if not record.running:
+        raise InvalidRequest("the cluster here has died: `pdserve down` removes what it left", field="state_dir")
     return record.grpc
 
 

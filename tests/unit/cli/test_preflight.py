@@ -18,6 +18,7 @@ from runtime.config import Config
 from runtime.errors import InvalidRequest, PdserveError
 from runtime.modelfiles import ModelFiles
 from tests.cluster_tools import run_pdserve
+from tests.unit.runtime.servers import RedisServer
 
 TINY: dict[str, Any] = {"model": "tiny-kimi", "dtype": "float32", "threads": 1}
 
@@ -80,6 +81,23 @@ def test_a_model_type_nobody_computes_is_refused_by_its_name(tmp_path: Path) -> 
     field, message, _ = refusal(preflight.check, config)
     assert (field, "'mamba9'" in message, "kimi_linear" in message) == ("model", True, True)
     assert refusal(preflight.check, config) == refusal(by_a_worker, config)
+
+
+def test_a_redis_that_is_away_or_refuses_us_is_said_before_anything_waits_for_it(
+    tmp_path: Path, free_port: int
+) -> None:
+    redis = RedisServer(tmp_path)
+    redis.start()
+    try:
+        preflight.check(Config(model="oracle", registry=redis.url))
+        refused = redis.url.replace("redis://", "redis://nobody:not-the-word@")
+        for registry in (f"redis://127.0.0.1:{free_port}/0", refused, "redis://127.0.0.1:port/0"):
+            field, message, _ = refusal(preflight.check, Config(model="oracle", registry=registry))
+            assert field == "registry"
+            assert "Redis" in message
+            assert "not-the-word" not in message
+    finally:
+        redis.kill()
 
 
 @pytest.mark.parametrize(

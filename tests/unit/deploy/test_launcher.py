@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deploy.launcher import Failed, Launcher
-from deploy.state import StateDir
+from deploy.state import ClusterRecord, StateDir
 from deploy.supervisor import EXIT_REFUSED
 from runtime.config import Config
+from runtime.errors import InvalidRequest
 
 
 class Scripted(Launcher):
@@ -61,6 +63,31 @@ def test_of_several_routers_only_the_one_that_ended_is_started_again(tmp_path: P
     for router in launcher._routers:
         router.kill()
         router.wait()
+
+
+def test_a_record_that_cannot_be_written_ends_a_start_and_no_cluster_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Scripted(tmp_path / "s")
+    first = ClusterRecord(1, 1, "h:1", "h:2", "", "", "pdserve", (), "oracle", False)
+    full = True
+
+    def write(record: ClusterRecord) -> None:
+        if full:
+            raise InvalidRequest("the disk is full", field="state_dir")
+        StateDir.write(launcher._state, record)
+
+    monkeypatch.setattr(launcher._state, "write", write)
+    with pytest.raises(InvalidRequest):
+        launcher._note(first)
+    launcher._talking = False
+    second = replace(first, routers=(7,))
+    launcher._note(second)
+    full = False
+    launcher._note(second)
+    assert launcher._state.read() == second, "as soon as there is room"
+    launcher._routers[0].kill()
+    launcher._routers[0].wait()
 
 
 def test_a_router_that_never_served_ends_the_start(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from deploy.ports import NOT_EPHEMERAL, admin_addresses, free_ports, settle
 from deploy.state import ClusterRecord, StateDir
 from runtime.config import Config
 from runtime.errors import InvalidRequest
+from tests.cluster_tools import ROOT
 
 
 def record(pid: int, start: int) -> ClusterRecord:
@@ -35,6 +38,37 @@ def test_a_damaged_record_is_refused_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
         state.read()
     assert caught.value.field == "state_dir"
+
+
+def test_a_folder_that_cannot_be_used_is_refused_by_its_key_and_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for use in (StateDir.create, lambda state: state.locked().__enter__()):
+        with pytest.raises(InvalidRequest, match="file/state") as caught:
+            use(StateDir(tmp_path / "file" / "state"))
+        assert caught.value.field == "state_dir"
+    assert StateDir(tmp_path / "file" / "state").read() is None
+
+
+def test_a_full_disk_keeps_the_last_record_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """A limit on the size of files is a disk that is full for one process."""
+    code = (
+        "import resource, signal, sys\n"
+        "from dataclasses import replace\n"
+        "from deploy.state import StateDir\n"
+        "from runtime.errors import InvalidRequest\n"
+        "from tests.unit.deploy.test_state import record\n"
+        "state = StateDir(sys.argv[1])\nstate.create()\nstate.write(record(1, 1))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "try:\n    state.write(replace(record(1, 1), model='x' * 10000))\n"
+        "except InvalidRequest as error:\n    print(error.field, error.message)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.startswith("state_dir the folder ")
+    assert StateDir(tmp_path / "s").read() == record(1, 1)
+    assert sorted(one.name for one in (tmp_path / "s").iterdir()) == ["cluster.json", "logs"]
 
 
 def test_one_folder_holds_one_cluster(tmp_path: Path) -> None:
