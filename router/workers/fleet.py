@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from protos.v1 import common_pb2, registry_pb2, worker_pb2
-from router.policy.pairing import WorkerState
+from router.policy.pairing import Role, WorkerState
 from router.pressure import Pressure
 from router.workers.links import PROTOCOL_MAX, PROTOCOL_MIN
 from router.workers.worker import Worker
@@ -119,6 +119,7 @@ class Fleet:
         if worker is None:
             return
         self._retired[worker.id] = worker
+        worker.forget()
         closing = asyncio.create_task(self._retire(worker))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -136,6 +137,10 @@ class Fleet:
 
     def worker(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
+
+    def returning(self, role: Role) -> bool:
+        """Somebody who can be asked for that may be back in a moment."""
+        return any(worker.returning(role) for worker in (*self._workers.values(), *self._retired.values()))
 
     def changed_event(self) -> asyncio.Event:
         """Set once at the next change that may make room. Take it before looking, wait after."""
@@ -194,9 +199,11 @@ class Fleet:
                 raise LayoutMismatch("another worker answers at this address", reason="worker_id_mismatch")
             self._expected.check(facts)
         except LayoutMismatch as error:
+            worker.refused = True
             self._refused.labels(error.reason).inc()
             _log.error("worker_refused", worker=worker.id, reason=error.reason, message=error.message)
             raise
+        worker.refused = False
         worker.connect(facts)
         if self.on_joined is not None:
             self.on_joined(worker)

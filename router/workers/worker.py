@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ from runtime.errors import PdserveError, WorkerLost
 ROLES = {common_pb2.ROLE_PREFILL: Role.PREFILL, common_pb2.ROLE_DECODE: Role.DECODE, common_pb2.ROLE_BOTH: Role.BOTH}
 DESCRIBE_TIMEOUT_S = 5.0
 RESERVE_TIMEOUT_S = 5.0
+AWAY_S = 5.0
+"""Whoever went or came so long ago at most is waited for, where there is nobody else."""
 
 
 class PrefillService:
@@ -129,6 +132,8 @@ class Worker:
         self.idle.set()
         self.lost = asyncio.Event()  # a stream is gone for good
         self.announced = asyncio.Event()  # its record says ready: before that, asking it is a waste
+        self.refused = False  # it does not fit this router's model
+        self._away_since = time.monotonic()
         self.heard(record)
         self._asking: set[asyncio.Future[common_pb2.ReserveReply]] = set()
         self._load = common_pb2.Load()
@@ -147,9 +152,12 @@ class Worker:
     def heard(self, record: registry_pb2.WorkerRecord) -> None:
         """What the registry says of it now."""
         self.record = record
+        self.forgotten = False
         self.id = record.worker_id
         self._state = self._standing = None
         if record.ready:
+            if not self.announced.is_set():
+                self._away_since = time.monotonic()
             self.announced.set()
         else:
             self.announced.clear()
@@ -273,12 +281,19 @@ class Worker:
         return self._usable()
 
     def returning(self, role: Role) -> bool:
-        """It can be asked for that but for a stream that has just broken and is being attached again: a matter of
-        milliseconds where it was this router that stood still."""
-        record, links = self.record, (self.prefill, self.decode)
-        if self.facts is None or not record.ready or record.draining or ROLES.get(record.role) not in (role, Role.BOTH):
+        """It cannot be asked for that just now, and will be, as far as anybody knows: it says that it is there, and was
+        until a moment ago, or has just come. So it is where a stream breaks because this router, or the machine, stood
+        still, and where another process takes the place of one that died. Or, of a worker whose record has expired: it
+        was late with it, for its streams are there."""
+        record = self.record
+        if not record.ready or record.draining or ROLES.get(record.role) not in (role, Role.BOTH) or self.refused:
             return False
-        return any(link is not None and not link.closed and not link.connected.is_set() for link in links)
+        return self.usable is self.forgotten and time.monotonic() - self._away_since < AWAY_S
+
+    def forget(self) -> None:
+        """Its record has expired, or it has said goodbye."""
+        self.forgotten = True
+        self._away_since = time.monotonic()
 
     def _usable(self) -> bool:
         record = self.record
@@ -374,6 +389,7 @@ class Worker:
 
     def _link_changed(self, connected: bool) -> None:
         self._state = self._standing = None
+        self._away_since = time.monotonic()
         if connected:
             self._on_change()
 

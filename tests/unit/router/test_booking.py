@@ -82,7 +82,7 @@ async def test_one_whose_deadline_passes_while_it_is_held_hears_that_and_not_tha
 
 
 async def test_a_role_that_is_not_there_is_named_at_once_although_the_other_is_busy() -> None:
-    fleet = SimpleNamespace(states=list, workers=list)
+    fleet = SimpleNamespace(states=list, workers=list, returning=lambda role: False)
     planner = SimpleNamespace(speeds=Speeds(), busy=lambda hold_s: True, too_late_s=lambda *_: 0.0)
     made = Booking(cast(Any, fleet), cast(Any, planner), Config(), FakeClock(), Metrics())
     with pytest.raises(Saturated) as refused:
