@@ -111,8 +111,11 @@ def test_every_port_that_is_probed_or_exposed_is_one_that_is_listened_on() -> No
 def test_a_pod_is_given_the_time_its_drain_may_take() -> None:
     pods = [d["spec"]["template"]["spec"] for d in kubernetes() if d["kind"] == "Deployment"]  # type: ignore[index]
     grace = [pod["terminationGracePeriodSeconds"] for pod in pods if "terminationGracePeriodSeconds" in pod]
-    assert len(grace) == 2
+    assert len(grace) == 3
     assert min(grace) > Config().drain_timeout_s
+    routers = [one for pod in pods for one in pod["containers"] if one["name"] == "router"]
+    (pause,) = [int(one["lifecycle"]["preStop"]["exec"]["command"][1]) for one in routers]
+    assert min(grace) > Config().drain_timeout_s + pause
 
 
 def test_the_container_of_a_worker_has_the_weights_and_the_python_that_the_makefile_and_the_project_name() -> None:
