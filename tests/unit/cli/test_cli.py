@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from pdserve import up
 from pdserve.cli import main
 from pdserve.flags import configured
 from runtime.config import Config
@@ -165,3 +166,17 @@ def test_help_imports_neither_torch_nor_ray() -> None:
         "assert not {'torch', 'ray', 'nixl_cu12', 'triton', 'transformers'} & set(sys.modules), sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_up_says_on_the_terminal_what_strangers_may_do_and_nothing_where_there_are_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    up._warn(Config())
+    assert capsys.readouterr() == ("", "")
+    up._warn(Config(http_listen="0.0.0.0:80", grpc_listen="0.0.0.0:81", registry_token="made up", listen="node:0"))
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "", "it is not part of what is announced"
+    assert all(line.startswith("warning: ") for line in lines)
+    assert sum("set api_keys_file" in line for line in lines) == 2
+    assert sum("set tls_cert" in line for line in lines) == 2
