@@ -72,6 +72,7 @@ class Tiers:
         self._mover, self._lane, self._now = mover, lane, now
         self._page_bytes, self._slot_bytes = mover.item_bytes(True), mover.item_bytes(False)
         self._jobs = 0
+        self._closed = False
         self._asked_at: float | None = None  # since when an admission waits for stores
         self._stores = Stores(
             pages,
@@ -415,6 +416,9 @@ class Tiers:
 
     def close(self) -> None:
         """Wait for what is under way and conclude it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self._lane.close()
         self.poll()
         self._mover.carrier.close()

@@ -380,3 +380,15 @@ def test_a_process_killed_while_it_writes_leaves_only_what_is_intact(tmp_path: P
         assert cached(made, f"r{seed}") == 112
     assert made.tiers.counts.corrupt == 0
     made.baseline()
+
+
+def test_a_worker_that_is_stopped_twice_closes_nobody_elses_files(tmp_path: Path) -> None:
+    """The second time, the numbers of its files are others'."""
+    made = lab(tmp_path)
+    said(made, "a", FIRST)
+    made.settle()
+    made.engine.stop()
+    others = [os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT) for _ in range(8)]
+    made.engine.stop()
+    for fd in others:
+        os.close(fd)
