@@ -50,6 +50,8 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         f"goodput {found['goodput']:.3f} ({found['goodput_requests_per_s']:.2f} requests/s), hit rate "
         + ("not told" if found["hit_rate"] is None else f"{found['hit_rate']:.3f}"),
     ]
+    if found.get("stopped"):
+        lines.insert(0, "stopped before its end")
     for state, reasons in found["reasons"].items():
         lines += [f"{state.replace('_', ' ')}: {count} {reason}" for reason, count in reasons.items()]
     if found["short_answers"]:

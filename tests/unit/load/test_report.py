@@ -141,7 +141,9 @@ def test_a_table_and_a_plot_are_made_of_any_run(tmp_path: Path) -> None:
     whole = [loader(*(result(n, parts=(0.1,) * 5) for n in range(40)), own_share=0.9)]
     for number, run in enumerate((nothing, refused, whole)):
         out = io.StringIO()
-        Console(file=out, width=140).print(show.shown("a run", figures(run, Objective())))
+        found = figures(run, Objective()) | {"stopped": run is nothing}
+        Console(file=out, width=140).print(show.shown("a run", found))
+        assert ("stopped before its end" in out.getvalue()) == (run is nothing)
         assert f"{len(run[0].results)} requests" in out.getvalue()
         assert ("503 saturated" in out.getvalue()) == (run is refused)
         assert ("more --loaders" in out.getvalue()) == (run is whole)
