@@ -108,9 +108,10 @@ async def test_a_greedy_tenants_crowd_costs_another_tenant_a_few_of_its_prompts_
         await until(lambda: made.waiting >= 6)
         for number in range(3):
             before = len(made.ended)
+            placed = len(crowd) - sum(task.done() for task in crowd) - made.waiting
             await made.ask("modest", number, SHORT)
             passed = [name for name in made.ended[before:] if name.startswith("greedy")]
-            assert len(passed) <= 4, "what was at the workers already, and what an answer's way takes"
+            assert len(passed) <= placed + 1, "who was at the workers already, and one in the time of an answer's way"
         await asyncio.gather(*crowd)
         assert made.ended.index("modest2") < 14, "the crowd was still there"
 
