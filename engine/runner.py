@@ -13,7 +13,7 @@ from engine.flops import CountedWeights, flops_of
 from engine.graphs import DecodeGraphs
 from engine.heap import keep_freed_memory
 from engine.kernels.cpu.build import Compiled, compiled, using
-from engine.kernels.decode_cpu import MAX_ROWS, CompiledDecoder
+from engine.kernels.cpu.decode import MAX_ROWS, CompiledDecoder
 from engine.kernels.ops import uses_triton
 from engine.layers.batch import Inputs
 from engine.layers.pools import Pools

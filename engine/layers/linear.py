@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from engine.kernels.cpu.build import current
+from engine.kernels.cpu.decode import PackedLinear, pack
 from engine.kernels.cpu.products import MAX_ROWS, Product, in_panels
-from engine.kernels.decode_cpu import PackedLinear, pack
 
 _PACK_ROWS = 4  # a hint only: the packed form was the same for every value tried
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from engine.kernels.decode_cpu import DecodeLayer, DecodeModel, PackedLinear, require_supported
+from engine.kernels.cpu.decode import DecodeLayer, DecodeModel, PackedLinear, require_supported
 from engine.layers.attention import attend
 from engine.layers.batch import StepBatch
 from engine.layers.kv import Kv, KvShape

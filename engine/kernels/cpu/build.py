@@ -10,12 +10,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.kernels.decode_cpu import FLAGS, openmp_of_torch
+import torch
+
 from engine.native import NotBuilt, library
 
 _log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
+
+FLAGS = ("-fno-math-errno", "-fopenmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +60,10 @@ def compiled(cache: Path | None, *, products: bool) -> Compiled | None:
         _log.warning("decode steps of hybrid layers are not compiled, they will be slower", extra={"why": str(error)})
         return None
     return Compiled(first, second, third, products)
+
+
+def openmp_of_torch() -> list[str]:
+    """torch brings its own libgomp: a second one would bring a second, spinning pool of threads."""
+    root = Path(torch.__file__).parent
+    found = sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])
+    return [str(found[0])] if found else ["-lgomp"]

@@ -6,20 +6,13 @@
 //
 // Weights are packed [out / 16][in / 2][16][2]: one 64-byte load holds two inputs of sixteen outputs.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <memory>
 #include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
-typedef float v16 __attribute__((vector_size(64)));
-typedef uint32_t u16x __attribute__((vector_size(64)));
-typedef int32_t i16x __attribute__((vector_size(64)));
-typedef uint16_t h16 __attribute__((vector_size(32)));
-typedef uint16_t bf16;
+#include "vectors.h"
 
 constexpr int64_t kPage = 16;
 
@@ -43,33 +36,6 @@ struct Model {
     const Layer* layer;
     bf16* pool;  // [page, kv_head, layer, 2, 16, dim]
 };
-
-static inline v16 zero() { return v16{}; }
-static inline v16 splat(float x) { return x - zero(); }
-
-static inline v16 load(const bf16* p) {
-    h16 raw;
-    memcpy(&raw, p, sizeof raw);
-    return (v16)(__builtin_convertvector(raw, u16x) << 16);
-}
-
-static inline void store(bf16* p, v16 x) {
-    u16x bits = (u16x)x;
-    u16x rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    i16x number = x == x;  // a NaN would round to something that is not one
-    h16 out = __builtin_convertvector((rounded & (u16x)number) | (0x7fc0 & ~(u16x)number), h16);
-    memcpy(p, &out, sizeof out);
-}
-
-static inline float sum(v16 x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)x);
-#else
-    for (int step = 8; step; step /= 2)
-        for (int i = 0; i < step; i++) x[i] += x[i + step];
-    return x[0];
-#endif
-}
 
 static inline float largest(v16 x) {
 #ifdef __AVX512F__
@@ -97,26 +63,9 @@ static inline u16x words(const void* p) {
     return x;
 }
 
-// exp for x <= 0, relative error below 2e-7 (Cephes' expf)
-static inline v16 exponential(v16 x) {
-    x = x < -87.0f ? splat(-87.0f) : x;
-    v16 scaled = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded integer
-    v16 n = scaled - 12582912.0f;
-    v16 r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    v16 p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    i16x power = (__builtin_convertvector(n, i16x) + 127) << 23;
-    return p * (v16)power;
-}
-
 // y = x * rsqrt(mean(x^2) + eps) * weight
 static void rms_norm(const bf16* x, const bf16* weight, bf16* y, int64_t width, float eps) {
-    v16 squares = zero();
+    v16 squares{};
     for (int64_t i = 0; i < width; i += 16) {
         v16 v = load(x + i);
         squares += v * v;
@@ -135,7 +84,7 @@ template <int R, int B, Out kind>
 static void tile(const bf16* x, const Linear& l, int64_t block, void* out) {
     v16 acc[R][B];
     for (auto& row : acc)
-        for (auto& a : row) a = zero();
+        for (auto& a : row) a = v16{};
     const int64_t pairs = l.in / 2;
     const uint32_t* w = l.weight + block * pairs * 16;
     for (int64_t k = 0; k < pairs; k++) {
@@ -243,7 +192,7 @@ static void attend(const Model& m, int64_t layer, int64_t kv_head, const bf16* q
             }
             for (int64_t d = 0; d < m.dim; d += 32) __builtin_prefetch(next + t * m.dim + d);
             v16 acc[G];
-            for (auto& a : acc) a = zero();
+            for (auto& a : acc) a = v16{};
             for (int64_t d = 0; d < m.dim; d += 32) {
                 u16x key = words(keys + t * m.dim + d);
                 for (int g = 0; g < G; g++) acc[g] = dot2(acc[g], key, words(q + g * m.dim + d));
@@ -261,19 +210,17 @@ static void attend(const Model& m, int64_t layer, int64_t kv_head, const bf16* q
             tops = x > tops ? x : tops;
         }
         const float top = largest(tops);
-        v16 all = zero();
+        v16 all{};
         for (int64_t i = 0; i < stride; i += 16) {
             v16 x;
             memcpy(&x, s + i, sizeof x);
-            v16 e = exponential(x - top);
-            i16x hidden = x == -INFINITY;
-            e = hidden ? zero() : e;
+            v16 e = exponential(x - top);  // 0 where it is hidden
             memcpy(s + i, &e, sizeof e);
             all += e;
         }
         total[g] = sum(all);
     }
-    std::vector<v16> sums(G * m.dim / 16, zero());
+    std::vector<v16> sums(G * m.dim / 16, v16{});
     for (int64_t p = first; p < last; p++) {
         const bf16* values = cells(p, 1);
         const bf16* next = p + 2 < last ? cells(p + 2, 1) : values;
@@ -319,10 +266,7 @@ static void attend_heads(const Model& m, const Layer& l, int64_t layer, int64_t 
 // gated [inner] = silu(gate) * up, from gate_up [2 * inner]
 static void gate(const bf16* gate_up, bf16* gated, int64_t inner) {
     for (int64_t i = 0; i < inner; i += 16) {
-        v16 g = load(gate_up + i);
-        v16 e = exponential(g < 0.0f ? g : -g);  // exp(-|g|)
-        v16 sigmoid = (g < 0.0f ? e : splat(1.0f)) / (1.0f + e);
-        store(gated + i, g * sigmoid * load(gate_up + inner + i));
+        store(gated + i, silu(load(gate_up + i)) * load(gate_up + inner + i));
     }
 }
 

@@ -1,4 +1,4 @@
-"""Builds and binds decode_cpu.cpp: one decode step of a Llama-family model in bf16, compiled for this CPU.
+"""Builds and binds decode.cpp: one decode step of a Llama-family model in bf16, compiled for this CPU.
 
 The library is built once with g++ and kept on disk under a name made of everything it depends on. Its reference is
 the model itself (engine/models/llama.py); a test compares the two.
@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.kernels.cpu.build import FLAGS, openmp_of_torch
+from engine.kernels.cpu.products import BoundLinear
 from engine.native import NotBuilt, library
 from kvtransfer.types import PAGE_TOKENS
 from runtime.errors import Unsupported
@@ -22,25 +24,15 @@ from runtime.errors import Unsupported
 MAX_ROWS = 64
 """Largest step it takes; beyond, the packed matmuls of the model are as good."""
 
-FLAGS = ("-fno-math-errno", "-fopenmp")
-SOURCE = Path(__file__).with_name("decode_cpu.cpp")
-
-
-class _Linear(ctypes.Structure):
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-    )
+SOURCE = Path(__file__).with_name("decode.cpp")
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        ("qkv", _Linear),
-        ("o", _Linear),
-        ("gate_up", _Linear),
-        ("down", _Linear),
+        ("qkv", BoundLinear),
+        ("o", BoundLinear),
+        ("gate_up", BoundLinear),
+        ("down", BoundLinear),
         ("norm", ctypes.c_void_p),
         ("mlp_norm", ctypes.c_void_p),
         ("q_norm", ctypes.c_void_p),
@@ -63,7 +55,7 @@ class _Model(ctypes.Structure):
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
         ("norm", ctypes.c_void_p),
-        ("head", _Linear),
+        ("head", BoundLinear),
         ("layer", ctypes.POINTER(_Layer)),
         ("pool", ctypes.c_void_p),
     )
@@ -78,8 +70,8 @@ class PackedLinear:
     out: int
     inputs: int
 
-    def bound(self) -> _Linear:
-        return _Linear(self.weight.data_ptr(), _address(self.bias), self.out, self.inputs)
+    def bound(self) -> BoundLinear:
+        return BoundLinear(self.weight.data_ptr(), _address(self.bias), self.out, self.inputs)
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
@@ -217,10 +209,3 @@ def _load(cache: Path | None) -> ctypes.CDLL:
         return library(SOURCE, cache, FLAGS, openmp_of_torch())
     except NotBuilt as error:
         raise Unsupported(f"the decode step cannot be compiled: {error}", field="compile") from error
-
-
-def openmp_of_torch() -> list[str]:
-    """torch brings its own libgomp: a second one would bring a second, spinning pool of threads."""
-    root = Path(torch.__file__).parent
-    found = sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])
-    return [str(found[0])] if found else ["-lgomp"]

@@ -18,7 +18,9 @@ _PANEL, _INPUTS = 64, 16
 _KINDS = {"silu": 0, "situ": 1, "relu2": 2}
 
 
-class _Linear(ctypes.Structure):
+class BoundLinear(ctypes.Structure):
+    """Where a packed weight and its bias lie, as the compiled functions read it."""
+
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -29,10 +31,10 @@ class _Linear(ctypes.Structure):
 
 class _Experts(ctypes.Structure):
     _fields_ = (
-        ("up", ctypes.POINTER(_Linear)),
-        ("down", ctypes.POINTER(_Linear)),
-        ("all_up", ctypes.POINTER(_Linear)),
-        ("all_down", ctypes.POINTER(_Linear)),
+        ("up", ctypes.POINTER(BoundLinear)),
+        ("down", ctypes.POINTER(BoundLinear)),
+        ("all_up", ctypes.POINTER(BoundLinear)),
+        ("all_down", ctypes.POINTER(BoundLinear)),
         ("count", ctypes.c_int64),
         ("kind", ctypes.c_int64),
         ("beta", ctypes.c_float),
@@ -46,7 +48,9 @@ class Product:
     def __init__(self, compiled: Compiled, packed: Tensor, bias: Tensor | None, out: int, inputs: int) -> None:
         """packed: what torch.ops.mkldnn._reorder_linear_weight made, of the layout that in_panels() has checked."""
         self._kept = packed, bias
-        self.bound = _Linear(torch.ops.mkldnn.data_ptr(packed), None if bias is None else bias.data_ptr(), out, inputs)
+        self.bound = BoundLinear(
+            torch.ops.mkldnn.data_ptr(packed), None if bias is None else bias.data_ptr(), out, inputs
+        )
         self._address = ctypes.addressof(self.bound)
         self._out = out
         self._run = compiled.products_library.pdserve_linear
@@ -80,8 +84,8 @@ class FeedForward:
         """ups, downs: of each expert (none: only the shared part). shared: up and down."""
         first = ups[0] if ups else (shared or ups)[0]
         self._kept = ups, downs, shared
-        self._ups = (_Linear * max(len(ups), 1))(*(p.bound for p in ups))
-        self._downs = (_Linear * max(len(downs), 1))(*(p.bound for p in downs))
+        self._ups = (BoundLinear * max(len(ups), 1))(*(p.bound for p in ups))
+        self._downs = (BoundLinear * max(len(downs), 1))(*(p.bound for p in downs))
         up, down = (ctypes.pointer(p.bound) for p in shared) if shared else (None, None)
         self._bound = _Experts(
             self._ups, self._downs, up, down, len(ups),

@@ -13,7 +13,7 @@ import pytest
 
 from engine import native
 from engine.kernels.cpu.build import compiled
-from engine.kernels.decode_cpu import _load
+from engine.kernels.cpu.decode import _load
 from engine.tiers.carriers import fused
 from runtime.errors import Unsupported
 
