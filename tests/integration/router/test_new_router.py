@@ -163,6 +163,12 @@ async def test_a_new_router_decides_as_the_old_one_when_it_knows_what_that_does(
         assert asked == (0 if shared else len(fleet.workers)), "where the old one left it, no worker is asked"
 
 
+def undisturbed() -> float:
+    """Seconds, without those in which the thread of all routers and workers waited for a processor that others had."""
+    _, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return time.monotonic() - int(waited_ns) / 1e9
+
+
 async def compare(redis: RedisServer, fleet: Fleet, seconds: float, *, shared: bool) -> Seen:
     """Start an old router, then a new one, and ask both for so long."""
     seen = Seen()
@@ -170,10 +176,10 @@ async def compare(redis: RedisServer, fleet: Fleet, seconds: float, *, shared: b
         living = asyncio.create_task(fleet.live(0.05))
         stack.callback(living.cancel)
         before = sum(worker.snapshots for worker in fleet.workers)
-        started = time.monotonic()
+        started = undisturbed()
         new = await Router.start(settings(redis, shared=shared))
         stack.push_async_callback(new.close)
-        while (now := time.monotonic() - started) < seconds:
+        while (now := undisturbed() - started) < seconds:
             for _ in range(20):
                 seen.decisions.append((now, fleet.blind(old.planner.index, new.planner.index)))
             if not seen.known_s and all(new.planner.index.synced(worker.id) for worker in fleet.workers):
@@ -184,6 +190,7 @@ async def compare(redis: RedisServer, fleet: Fleet, seconds: float, *, shared: b
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # ten seconds of its own are a hundred on a machine with ten others
 @pytest.mark.parametrize("shared", [True, False])
 async def test_after_five_seconds_one_decision_in_a_hundred_is_blind_at_most(redis: RedisServer, shared: bool) -> None:
     fleet = Fleet.full(64, 200_000)
