@@ -22,7 +22,8 @@ half of the time at that rate, since nothing is collected then, and the slowest 
 
 The closed loop's own latency is 16 / throughput, whatever the router does, and is shown too. `gen` is the generator's
 share of a core: near 1 it is what is measured. `wait us` is how long the router's threads waited for its core, per
-request: for each other, some 200 us; beyond that for others, and then latencies are the machine's.
+request: for each other, some 200 us; beyond that for others, and then latencies are the machine's. As root, `chrt -r 5`
+before the command has its processes go first (and everything else stand still, where the load is a closed loop).
 --parts: what a short request's microseconds go to, each part measured by itself, and what is left.
 """
 
