@@ -128,7 +128,7 @@ class Seen:
 
     def blind_share(self, since_s: float, until_s: float = float("inf")) -> float:
         these = [blind for at, blind in self.decisions if since_s <= at < until_s]
-        return sum(these) / len(these)
+        return sum(these) / len(these) if these else float("nan")
 
 
 @asynccontextmanager
