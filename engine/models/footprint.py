@@ -15,6 +15,7 @@ from engine.models.families import family_of, readable
 from engine.runner_api import ModelSpec
 from kvtransfer.types import PAGE_TOKENS, Component
 from runtime.config import Config
+from runtime.errors import InvalidRequest
 
 FP32 = 4
 _ITEM = {"auto": 2, "bfloat16": 2, "float32": FP32}
@@ -56,6 +57,8 @@ def least_spec(model: Mapping[str, Any], config: Config) -> ModelSpec:
     item, read = _ITEM[config.dtype], _READERS[family_of(model)]
     with readable():
         print_ = read(model.get("text_config") or model)
+    if print_.attention < 1:
+        raise InvalidRequest("a model without attention has no pages to serve from", field="layer_types")
     components = [_component("pages", True, print_.attention * print_.row * PAGE_TOKENS * item)]
     records = 0
     if print_.linear and print_.recurrence is not None:

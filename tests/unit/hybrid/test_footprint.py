@@ -54,6 +54,18 @@ def test_every_type_has_a_file_that_computes_it_and_a_test_of_its_size() -> None
     assert {FAMILIES[model["model_type"]] for model in MODELS.values()} == set(FAMILIES.values())
 
 
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next", "nemotron_h", "granitemoehybrid"])
+def test_a_model_without_attention_is_refused_and_not_divided_by(name: str) -> None:
+    kinds = {"layer_types": ["linear_attention"] * 5, "num_hidden_layers": 5, "layers_block_type": ["mamba"] * 5}
+    broken = {**MODELS[name], **kinds}
+    for read in (
+        lambda: least_spec(broken, Config()),
+        lambda: TorchRunner(broken, RandomWeights(0), RunnerOptions(device="cpu", fused=False)),
+    ):
+        with pytest.raises(InvalidRequest, match="attention has no pages to serve from"):
+            read()
+
+
 @pytest.mark.parametrize("change", [{"num_attention_heads": None}, {"num_attention_heads": "many"}])
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "nemotron_h", "granitemoehybrid"])
 def test_a_config_that_cannot_be_read_is_refused_alike_with_and_without_torch(
