@@ -9,7 +9,7 @@ import torch
 from engine.kernels.moe import MXFP4_GROUP, Activation, dequantise_mxfp4
 from engine.kernels.ops import route_sigmoid, route_softmax
 from engine.layers.batch import StepBatch
-from engine.layers.experts import Experts, Mlp
+from engine.layers.experts import Experts, Mlp, Routed
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.params import Params
@@ -41,22 +41,19 @@ class MoeConfig:
     activation: Activation = SILU
 
 
-class SigmoidMoe:
-    """Sigmoid routing with a correction of the choice (Kimi, DeepSeek), shared experts added unweighted."""
+class SigmoidRouter:
+    """Experts by their sigmoid scores, with a learned correction of the choice (Kimi, DeepSeek, Nemotron-H). fp32."""
 
     def __init__(self, config: MoeConfig, params: Params) -> None:
-        c = config
         self._config = config
-        self._router = Linear(params.fp32("gate.weight", c.experts, c.hidden))
-        self._bias = params.fp32("gate.e_score_correction_bias", c.experts)
-        shared = GatedMlp(c.hidden, c.shared, params.under("shared_experts."), c.activation) if c.shared else None
-        self._experts = Experts(*expert_weights(params, c.experts, c.hidden, c.inner), c.activation, shared)
+        self._scores = Linear(params.fp32("gate.weight", config.experts, config.hidden))
+        self._bias = params.fp32("gate.e_score_correction_bias", config.experts)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
-        """x [T, hidden] normed input -> residual + output."""
+    def __call__(self, x: torch.Tensor) -> Routed:
+        """x [T, hidden]."""
         c = self._config
-        routed = route_sigmoid(
-            self._router(x.float()),
+        return route_sigmoid(
+            self._scores(x.float()),
             self._bias,
             c.top_k,
             groups=c.groups,
@@ -64,6 +61,20 @@ class SigmoidMoe:
             renormalise=c.renormalise,
             scaling=c.scaling,
         )
+
+
+class SigmoidMoe:
+    """Sigmoid routing with a correction of the choice (Kimi, DeepSeek), shared experts added unweighted."""
+
+    def __init__(self, config: MoeConfig, params: Params) -> None:
+        c = config
+        self._router = SigmoidRouter(c, params)
+        shared = GatedMlp(c.hidden, c.shared, params.under("shared_experts."), c.activation) if c.shared else None
+        self._experts = Experts(*expert_weights(params, c.experts, c.hidden, c.inner), c.activation, shared)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
+        """x [T, hidden] normed input -> residual + output."""
+        routed = self._router(x)
         return self._experts(x, residual, routed, step)
 
 
@@ -75,9 +86,7 @@ class LatentMoe:
 
     def __init__(self, config: MoeConfig, latent: int, norm_eps: float | None, params: Params) -> None:
         c = config
-        self._config = config
-        self._router = Linear(params.fp32("gate.weight", c.experts, c.hidden))
-        self._bias = params.fp32("gate.e_score_correction_bias", c.experts)
+        self._router = SigmoidRouter(c, params)
         self._narrow = Linear(params.get("routed_expert_down_proj.weight", latent, c.hidden))
         self._widen = Linear(params.get("routed_expert_up_proj.weight", c.hidden, latent))
         self._norm = None if norm_eps is None else RMSNorm(params.get("routed_expert_norm.weight", latent), norm_eps)
@@ -88,16 +97,7 @@ class LatentMoe:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
         """x [T, hidden] normed input -> residual + output."""
-        c = self._config
-        routed = route_sigmoid(
-            self._router(x.float()),
-            self._bias,
-            c.top_k,
-            groups=c.groups,
-            kept_groups=c.kept_groups,
-            renormalise=c.renormalise,
-            scaling=c.scaling,
-        )
+        routed = self._router(x)
         y = self._experts(self._narrow(x), None, routed, step)
         y = self._widen.add_to(residual, y if self._norm is None else self._norm(y))
         return y if self._shared is None else self._shared(x, y)

@@ -15,13 +15,12 @@ import torch
 from torch.nn import functional as F
 
 from engine.kernels.moe import Activation
-from engine.kernels.ops import route_sigmoid
 from engine.layers.batch import StepBatch
 from engine.layers.experts import Experts, Mlp
 from engine.layers.gqa import Gqa, GqaConfig
 from engine.layers.linear import Linear
 from engine.layers.mamba2 import Mamba2, Mamba2Config
-from engine.layers.mlp import MoeConfig
+from engine.layers.mlp import MoeConfig, SigmoidRouter
 from engine.layers.norm import RMSNorm
 from engine.layers.params import Params, Progress, require
 from engine.layers.pools import Groups, Pools
@@ -147,9 +146,7 @@ class Moe:
 
     def __init__(self, config: MoeConfig, latent: int, bias: bool, params: Params) -> None:
         c, width = config, latent or config.hidden
-        self._config = config
-        self._router = Linear(params.fp32("gate.weight", c.experts, c.hidden))
-        self._bias = params.fp32("gate.e_score_correction_bias", c.experts)
+        self._router = SigmoidRouter(c, params)
         up = _experts(params, "up_proj", c.experts, c.inner, width)
         down = _experts(params, "down_proj", c.experts, width, c.inner)
         self._shared = _mlp(c.hidden, c.shared, bias, params.under("shared_experts."))
@@ -160,16 +157,7 @@ class Moe:
             self._latent = (narrow, _linear(params, "fc2_latent_proj", c.hidden, latent, bias))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepBatch) -> torch.Tensor:
-        c = self._config
-        routed = route_sigmoid(
-            self._router(x.float()),
-            self._bias,
-            c.top_k,
-            groups=c.groups,
-            kept_groups=c.kept_groups,
-            renormalise=c.renormalise,
-            scaling=c.scaling,
-        )
+        routed = self._router(x)
         if self._latent is None:
             return self._experts(x, residual, routed, step)
         narrow, widen = self._latent
