@@ -256,12 +256,13 @@ class Router:
         )
         if not self.config.registry:
             await self._feed.stop()
-            self._registry.leave()
         await asyncio.sleep(STEP_ASIDE_S)
         for runner in self._runners:
             for site in list(runner.sites):
                 await site.stop()
         self._leaving = asyncio.create_task(self._server.stop(self.config.drain_timeout_s))
+        if not self.config.registry:
+            self._registry.leave()
         return self._leaving
 
     async def close(self) -> None:

@@ -23,6 +23,9 @@ from runtime.registry.store import Store, WorkerRecord
 FIRST_S = 2.0
 """How long somebody who has the address may take to answer."""
 
+INHERITED_TTLS = 3
+"""How long, in times to live, somebody inherited may take to come over after he was last seen at the old one."""
+
 _log = structlog.get_logger("pdserve.registry")
 
 
@@ -79,5 +82,5 @@ class Heir:
             if known.get(record.worker_id) in (None, self._given.get(record.worker_id)):
                 self._given[record.worker_id] = record
                 with contextlib.suppress(InvalidRequest):
-                    await self._store.put(record, self._config.registry_ttl_s)
+                    await self._store.put(record, INHERITED_TTLS * self._config.registry_ttl_s)
         return True

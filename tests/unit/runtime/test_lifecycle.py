@@ -69,3 +69,14 @@ async def test_handlers_are_restored_afterwards() -> None:
         async with asyncio.timeout(5):
             await stopping.wait()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_process_says_that_it_serves_to_who_has_asked_for_it_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lifecycle.tell_ready()  # nobody has
+    reader, writer = os.pipe()
+    monkeypatch.setenv(lifecycle.READY_FD, str(writer))
+    lifecycle.tell_ready()
+    lifecycle.tell_ready()
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b"ready\n", "and the pipe is closed"
+    assert lifecycle.READY_FD not in os.environ, "its own children are not asked"

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
+import pytest
 
 from runtime import rpc
 from runtime.clock import SystemClock
@@ -17,6 +19,7 @@ from runtime.registry.heir import Heir
 from runtime.registry.memory import MemoryStore
 from runtime.registry.service import RegistryService
 from runtime.registry.store import WorkerRecord
+from tests.unit.runtime.certificates import Authority
 from tests.unit.runtime.servers import until_async
 
 TTL_S = 0.6
@@ -59,19 +62,24 @@ async def test_where_nobody_was_nothing_is_inherited() -> None:
     assert (await store.snapshot()).records == {}
 
 
-async def test_workers_are_known_before_the_new_one_listens_and_come_over_when_the_old_one_leaves() -> None:
-    async with home(MemoryStore(SystemClock())) as old:
-        config = CONFIG.model_copy(update={"registry": old.address})
+@pytest.mark.parametrize("secure", [False, True])
+async def test_workers_are_known_before_the_new_one_listens_and_come_over_when_the_old_one_leaves(
+    secure: bool, tmp_path: Path
+) -> None:
+    tls = {**Authority.create(tmp_path / "ca").issue("router.pdserve"), "tls_roles": True} if secure else {}
+    mine = CONFIG.model_copy(update=tls)
+    async with home(MemoryStore(SystemClock()), config=mine) as old:
+        config = mine.model_copy(update={"registry": old.address})
         agents = [RegistryAgent(config, record(name, ready=True)) for name in ("a", "b")]
         for agent in agents:
             agent.start()
             await agent.registered.wait()
         store = MemoryStore(SystemClock())
-        heir = Heir(store, CONFIG, old.address)
+        heir = Heir(store, mine, old.address)
         assert await heir.start()
         assert set((await store.snapshot()).records) == {"a", "b"}
-        async with home(store, old.address) as new:
-            await asyncio.sleep(3 * TTL_S)  # longer than what nobody renews
+        async with home(store, old.address, mine) as new:
+            await asyncio.sleep(4 * TTL_S)  # longer than what nobody renews
             assert await new.workers() == {"a", "b"}
 
             old.service.leave()
@@ -82,7 +90,7 @@ async def test_workers_are_known_before_the_new_one_listens_and_come_over_when_t
                 return not (await store.snapshot()).records["a"].ready
 
             await until_async(has_come_over)
-            await asyncio.sleep(2 * TTL_S)
+            await asyncio.sleep(4 * TTL_S)
             assert await new.workers() == {"a", "b"}, "they renew here"
             await agents[1].stop()
             assert await new.workers() == {"a"}, "and what the old one knew is over"
@@ -114,7 +122,7 @@ async def test_who_has_inherited_does_not_inherit_from_itself() -> None:
         await heir.start()
         await old.server.stop(0)
         async with home(store, old.address) as new:
-            await asyncio.sleep(3 * TTL_S)
+            await asyncio.sleep(4 * TTL_S)
             assert await new.workers() == set(), "nobody has renewed it"
         await heir.stop()
 
