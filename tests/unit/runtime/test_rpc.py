@@ -394,5 +394,5 @@ async def test_a_frozen_peer_is_noticed_by_the_transport(peer: subprocess.Popen[
 
 def test_an_error_detail_is_what_the_contract_says() -> None:
     assert [field.name for field in common_pb2.ErrorDetail.DESCRIPTOR.fields] == [
-        "reason", "message", "retryable", "retry_after_ms", "field", "limit",
+        "reason", "message", "retryable", "retry_after_ms", "field", "limit", "kind",
     ]  # fmt: skip
