@@ -199,7 +199,7 @@ class Booking:
                     continue
                 change = self._fleet.changed_event()
                 if self._too_late_s(wish, ask):
-                    raise DeadlineExceeded("the deadline cannot be met", reason="deadline_unmeetable")
+                    raise _unmeetable()
                 found = await self._round(wish)
                 if isinstance(found, Choice):
                     self.line.short(False)
@@ -315,6 +315,8 @@ class Booking:
             if isinstance(decision, Plan):
                 self._degraded.inc()
         if isinstance(decision, Plan):
+            if wish.patience_s is None and decision.surely_s > wish.work.deadline - now:
+                raise _unmeetable()
             return decision.choice, decision
         if isinstance(decision, Nobody):
             return self._least_loaded(wish, state)  # says why, or knows somebody the policy does not
@@ -343,6 +345,10 @@ async def _soon(change: asyncio.Event, seconds: float = LOOK_AGAIN_S) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await change.wait()
+
+
+def _unmeetable() -> DeadlineExceeded:
+    return DeadlineExceeded("the deadline cannot be met", reason="deadline_unmeetable")
 
 
 def _nobody(choice: pairing.NoWorker) -> PdserveError:

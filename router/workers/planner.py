@@ -35,7 +35,7 @@ from router.request import Work
 from router.shared.cache_wire import batch_of
 from router.shared.index import SharedIndex
 from router.shared.others import Others
-from router.workers.deadlines import SURE, too_late_s
+from router.workers.deadlines import SURE, sure, too_late_s
 from router.workers.worker import Worker
 from runtime.clock import Clock
 from runtime.config import Config
@@ -77,12 +77,14 @@ class Booked:
 
 @dataclass(slots=True)
 class Plan:
-    """What was decided for one passage, and what was expected of it. demands: by worker."""
+    """What was decided for one passage, and what was expected of it. demands: by worker. surely_s: until the first
+    token, for certain; 0 = not known."""
 
     choice: pairing.Pair | pairing.Local
     demands: Mapping[str, Demand]
     placement: Placement
     keys: PromptKeys | None
+    surely_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +200,13 @@ class Planner:
         return least if least < math.inf else 0.0
 
     def too_late_s(
-        self,
-        work: Work,
-        tokens: tuple[int, ...],
-        left_s: float,
-        due: Callable[[], float],
-        last_due: Callable[[], float],
+        self, work: Work, tokens: tuple[int, ...], left_s: float, due: Callable[[], float], last: Callable[[], float]
     ) -> float:
-        """Seconds until the first token, if that is surely more than `left_s`; else 0. last_due: of the prompts at
-        workers; where nobody books who is where, a prompt is behind all of them or may be behind none."""
+        """Seconds until the first token, if that is surely more than `left_s`; else 0. last: due time of the last
+        prompt at a worker; where nobody books who is where, another is behind all of them or may be behind none."""
         if self._policy.name != "predicted":
             wait_s = SURE * self._all_have(left_s / SURE)
-            return wait_s if wait_s and due() >= last_due() else 0.0
+            return wait_s if wait_s and due() >= last() else 0.0
         now = self._clock.monotonic()
         views = (self.others.corrected(view, worker.load, now) for worker, view in self._known())
         return too_late_s(views, self.speeds, len(tokens), left_s, now, due, partial(self._most_cached, work, tokens))
@@ -242,7 +239,8 @@ class Planner:
         choice: pairing.Pair | pairing.Local = pairing.Pair(decision.prefill, decision.decode)
         if decision.local:
             choice = pairing.Local(decision.decode)
-        return Plan(choice, self._demands(request, decision), decision, _keys_of(request))
+        surely_s = sure(self.speeds) * decision.forecast.ttft_s
+        return Plan(choice, self._demands(request, decision), decision, _keys_of(request), surely_s)
 
     def _views(self, allowed: Callable[[str, Role], Role | None], now: float) -> list[WorkerView]:
         """One per usable worker, with the role it may be given; the account is shared with the ledger's, unless other

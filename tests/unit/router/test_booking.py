@@ -15,9 +15,11 @@ from router.admission.line import Place
 from router.dispatch import booking
 from router.dispatch.booking import Booking, Choice, Wish
 from router.params import Params
+from router.policy.pairing import Pair
 from router.policy.speeds import Speeds
-from router.policy.view import Wait
+from router.policy.view import Placement, Wait
 from router.request import Work
+from router.workers.planner import Plan
 from runtime.clock import FakeClock
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, Saturated
@@ -88,3 +90,17 @@ async def test_a_role_that_is_not_there_is_named_at_once_although_the_other_is_b
     with pytest.raises(Saturated) as refused:
         await asyncio.wait_for(made.book(wish("r")), 5)
     assert refused.value.reason == "no_prefill_worker"
+
+
+async def test_where_it_would_be_sent_is_too_late_so_it_is_not_sent() -> None:
+    plan = Plan(Pair("p", "d"), {}, Placement("p", "d"), None, surely_s=5.0)
+    fleet = SimpleNamespace(states=list, workers=list, changed_event=asyncio.Event)
+    planner = SimpleNamespace(
+        speeds=Speeds(), busy=lambda hold_s: False, too_late_s=lambda *_: 0.0, active=True, plan=lambda *_: plan
+    )
+    made, asked = Booking(cast(Any, fleet), cast(Any, planner), Config(), FakeClock(), Metrics()), wish("r")
+    asked = replace(asked, work=replace(asked.work, deadline=made._now() + 4.0))
+    with pytest.raises(DeadlineExceeded) as refused:
+        await asyncio.wait_for(made.book(asked), 5)
+    assert refused.value.reason == "deadline_unmeetable"
+    assert len(made.line) == 0

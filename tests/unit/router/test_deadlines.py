@@ -17,13 +17,12 @@ from runtime.clock import FakeClock
 TOKEN_S = 1e-3
 
 
-def taught(reports: int = KNOWN) -> Speeds:
-    """A millisecond a token, as every worker said."""
+def taught(reports: int = KNOWN, error: float = 0.4) -> Speeds:
+    """A millisecond a token, as every worker said. error: the median of predictions'."""
     speeds = Speeds()
     for number in range(10 * reports):
         speeds.learn_prefill("p1", 500 + 100 * (number % 8), 0, (500 + 100 * (number % 8)) * TOKEN_S)
-    for _ in range(reports):
-        speeds.ttft_error.learn(1.0, 1.0)
+    speeds.ttft_error.median, speeds.ttft_error.count = error, reports
     return speeds
 
 
@@ -46,6 +45,11 @@ def test_a_prompt_that_takes_longer_than_its_time_on_an_idle_worker_is_too_late(
 
 def test_predictions_count_by_half_so_that_nobody_is_refused_who_might_be_in_time() -> None:
     assert not late(worker(), left_s=0.7)
+
+
+def test_where_predictions_hardly_err_they_count_for_more() -> None:
+    assert late(worker(), left_s=0.7, speeds=taught(error=0.05))
+    assert not late(worker(), left_s=1.2, speeds=taught(error=0.0)), "never for as much as was predicted"
 
 
 def test_what_is_due_sooner_is_ahead_and_what_is_due_later_is_not() -> None:
