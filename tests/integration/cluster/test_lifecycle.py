@@ -66,6 +66,22 @@ def test_a_kill_of_both_at_once_leaves_no_process(running: ForegroundCluster) ->
     running.stop()
 
 
+@pytest.mark.slow
+def test_a_kill_of_both_while_ray_starts_leaves_what_down_removes(tmp_path: Path) -> None:
+    cluster = ForegroundCluster(tmp_path, "--model=oracle", "--threads=1")
+    try:
+        record = until(cluster.state.read, 60, "the record")
+        until(lambda: any(Path(record.ray_folder).glob("session_*")), 60, "the first of Ray")
+        cluster.front.kill()
+        os.kill(record.launcher_pid, signal.SIGKILL)
+        until(lambda: not processes.session_members(record.launcher_pid), 30, "the end of the processes")
+        assert run_pdserve("down", *cluster.flags).returncode == 0
+        assert not Path(record.ray_folder).exists()
+        assert cluster.state.read() is None
+    finally:
+        cluster.stop()
+
+
 def test_a_detached_cluster_outlives_its_command_and_ends_with_down(tmp_path: Path) -> None:
     flags = ["--model=oracle", f"--state-dir={tmp_path}/state", "--http-listen=127.0.0.1:0"]
     done = run_pdserve("up", "--detach", *flags)

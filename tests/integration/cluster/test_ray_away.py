@@ -22,6 +22,11 @@ NODE = "127.0.0.3"
 Ray = tuple[str, dict[str, str], list["subprocess.Popen[bytes]"]]
 
 
+def runs(log: Path, process: subprocess.Popen[bytes]) -> None:
+    until(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, 90, log.name)
+    assert process.poll() is None, log.read_text()
+
+
 @pytest.fixture
 def ray(tmp_path: Path, short_tmp: Path) -> Iterator[Ray]:
     """A head without room for workers and a node that has it: the address, the environment, the processes."""
@@ -32,7 +37,7 @@ def ray(tmp_path: Path, short_tmp: Path) -> Iterator[Ray]:
         with (tmp_path / "head.log").open("wb") as log:
             address, head = ray_head.start(short_tmp, env, 0, 0, log)
             started.append(head)
-        until(lambda: "Ray runtime started" in (tmp_path / "head.log").read_text(), 90, "the head")
+        runs(tmp_path / "head.log", head)
         names = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port",
                  "metrics-export-port")  # fmt: skip
         ports = zip(names, free_ports(NODE, len(names)), strict=True)
@@ -43,7 +48,7 @@ def ray(tmp_path: Path, short_tmp: Path) -> Iterator[Ray]:
         ]  # fmt: skip
         with (tmp_path / "node.log").open("wb") as log:
             started.append(processes.spawn(command, env=env, death_signal=signal.SIGTERM, output=log, new_session=True))
-        until(lambda: "Ray runtime started" in (tmp_path / "node.log").read_text(), 90, "the node")
+        runs(tmp_path / "node.log", started[-1])
         yield address, env, started
     finally:
         for process in reversed(started):

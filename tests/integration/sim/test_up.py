@@ -108,6 +108,36 @@ def test_a_kill_leaves_nothing(cluster: ForegroundCluster, victim: str) -> None:
     assert not listening(record.http)
 
 
+def test_down_finds_what_has_only_begun_to_start(tmp_path: Path) -> None:
+    cluster = ForegroundCluster(tmp_path, *FLAGS)
+    try:
+        record = until(cluster.state.read, 60, "the record, which is there before anything else is")
+        done = run_pdserve("down", *cluster.flags)
+        assert done.returncode == 0, done.stderr
+        assert cluster.front.wait(30) == 1, "what was wished for did not come about"
+        assert processes.session_members(record.launcher_pid) == []
+        assert cluster.state.read() is None
+    finally:
+        cluster.stop()
+
+
+def test_a_kill_of_everybody_while_it_starts_leaves_what_status_explains_and_down_removes(tmp_path: Path) -> None:
+    cluster = ForegroundCluster(tmp_path, *FLAGS)
+    try:
+        record = until(cluster.state.read, 60, "the record")
+        cluster.front.kill()
+        os.kill(record.launcher_pid, signal.SIGKILL)
+        until(lambda: not processes.session_members(record.launcher_pid), 30, "the end of the processes")
+        status = run_pdserve("status", *cluster.flags)
+        assert (status.returncode, "has died" in status.stderr) == (2, True)
+        assert run_pdserve("down", *cluster.flags).returncode == 0
+        assert cluster.state.read() is None
+        with up(tmp_path) as again:
+            assert ask(again, 1)
+    finally:
+        cluster.stop()
+
+
 def test_workers_that_were_killed_are_started_again(cluster: ForegroundCluster) -> None:
     before = {one["worker"]: one["pid"] for one in cluster.status()["workers"]}
     os.kill(before["decode-0"], signal.SIGKILL)
