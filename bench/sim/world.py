@@ -24,7 +24,7 @@ from bench.sim.worker import Job, Prefilled, Worker
 from router.admission.admission import Admission, Ask, Limits
 from router.admission.admission import Config as AdmissionConfig
 from router.policy.index import NO_HIT, PrefixIndex
-from router.policy.ledger import Demand, Ledger
+from router.policy.ledger import Demand, Ledger, Refusal
 from router.policy.pairing import Role
 from router.policy.policies import Policy
 from router.policy.speeds import Speeds
@@ -222,26 +222,33 @@ class World:
         )
 
     def _try(self, flight: _Flight) -> bool:
-        """Choose, book and send; False: it has to wait."""
+        """Choose, book and send; False: it has to wait. Who has no room is left out and the rest asked again, as a real
+        router does."""
         now = self.agenda.now
-        request = self._look(flight, now)
-        self.counts.decisions += 1
-        decision = self._policy.choose(request, self._views, now)
-        if isinstance(decision, Nobody):
-            flight.outcome.failed = decision.reason
-            self._flights.pop(flight.job.number)
-            return True
-        if isinstance(decision, Wait):
-            self._look_at(now + max(decision.seconds, 0.001))
-            return False
-        demands = self._demands(request, decision)
-        if self._reserving:
-            if self._ledger.reserve(flight.key, demands, now) is not None:
+        request, views = self._look(flight, now), list(self._views)
+        while True:
+            self.counts.decisions += 1
+            decision = self._policy.choose(request, views, now)
+            if isinstance(decision, Nobody):
+                if len(views) < len(self._views):
+                    return False
+                flight.outcome.failed = decision.reason
+                self._flights.pop(flight.job.number)
+                return True
+            if isinstance(decision, Wait):
+                self._look_at(now + max(decision.seconds, 0.001))
                 return False
-        else:
-            self._ledger.charge(flight.key, demands, now)
-        self._send(flight, decision, request.due)
-        return True
+            refusal = self._book(flight.key, self._demands(request, decision), now)
+            if refusal is None:
+                self._send(flight, decision, request.due)
+                return True
+            views = [view for view in views if view.worker_id != refusal.worker]
+
+    def _book(self, key: Key, demands: dict[str, Demand], now: float) -> Refusal | None:
+        if self._reserving:
+            return self._ledger.reserve(key, demands, now)
+        self._ledger.charge(key, demands, now)
+        return None
 
     def _look(self, flight: _Flight, now: float) -> RequestView:
         return replace(

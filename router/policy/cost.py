@@ -5,14 +5,17 @@ mostly cached prompts, or when the prefill queues are long and D's step time all
 prefix from another worker's cache there first, and waiting in the router's own
 queue when every worker is busy for longer than `hold_s`, so that a later decision can be a better one.
 
-    TTFT  = max(queue, fetch) + load (lower tiers) + prefill(uncached, cached)      the hand-off only delays token two
-    later = max(0, transfer - overlap with the prefill's chunks) + wait for room on D
+    TTFT  = wait for room on D + max(queue, fetch) + load (lower tiers) + prefill(uncached, cached)
+    later = max(0, transfer - overlap with the prefill's chunks)                    the hand-off only delays token two
     cost  = TTFT + misses + work_weight * prefill + later_weight * (later + output * TPOT) + what it does to others
+
+The wait for room counts in full: nothing is dispatched before both sides have room.
 
 Work may have a price beyond the request's own time, since it delays whoever comes next (`work_weight`). It is 0 by
 default: measured on a busy fleet it saves work and no time, and it queues a hot prefix at its first owner instead of
-letting a second worker learn it. A prefill on D holds up everybody who decodes there, and may
-not push them over their TPOT objective. Deadline misses dominate. Near-ties go to the worker used less.
+letting a second worker learn it. A prefill on D holds up everybody who decodes there, and may not push them over their
+TPOT objective. Whoever is held up holds room for longer: where a fleet is short of decode workers' room, that is what
+prefill there costs most, long before none is left. Deadline misses dominate. Near-ties go to the worker used less.
 
 The argmin is each request's own good. For a prefix that many want it is not everybody's: `rent` says when one of them
 goes to an idle worker instead, so that those who follow find another copy.
@@ -39,20 +42,22 @@ from router.policy.view import Decision, Fetch, Forecast, Nobody, Placement, Req
 class CostConfig:
     """work_weight: price of a second of prefill work beyond the request's own, on a fleet whose prefill workers all
     have `busy_s` or more to do; less on an idler one. later_weight: of a second after the first token. disturb_weight:
-    of a second during which somebody else's decoding stands still. miss_s: price of a missed objective. margin: share
-    of an objective that is planned with. tie: costs this close are equal (a share, and at least tie_s).
-    share_window_s: over which a decode worker's share of prefill is counted. chunk_tokens: tokens of a prompt that
-    become readable at once. pause_tokens: of a chunk, after which a prompt gives way to one that is due sooner. hold_s:
-    a request waits here while every prefill worker has more than this to do before it, 0 = never. deflect: workers
-    of the decode role may prefill. fetch_share: a prefix is fetched when that takes less than this share of
-    computing it, since a prompt that waits for its prefix loses its place in the queue. finalists: of each half,
-    combined into pairs.
+    of a second during which somebody else's decoding stands still; crowd_weight: added to it when no decode worker has
+    any room left, in part from a share of `crowded` reserved on. miss_s: price of a missed objective. margin: share of
+    an objective that is planned with. tie: costs this close are equal (a share, and at least tie_s). share_window_s:
+    over which a decode worker's share of prefill is counted. chunk_tokens: tokens of a prompt that become readable at
+    once. pause_tokens: of a chunk, after which a prompt gives way to one that is due sooner. hold_s: a request waits
+    here while every prefill worker has more than this to do before it, 0 = never. deflect: workers of the decode role
+    may prefill. fetch_share: a prefix is fetched when that takes less than this share of computing it, since a prompt
+    that waits for its prefix loses its place in the queue. finalists: of each half, combined into pairs.
     """
 
     work_weight: float = 0.0
     busy_s: float = 1.0
     later_weight: float = 0.05
     disturb_weight: float = 0.005
+    crowd_weight: float = 0.2
+    crowded: float = 0.5
     miss_s: float = 20.0
     margin: float = 0.8
     tie: float = 0.02
@@ -106,6 +111,7 @@ class Predicted:
         self._config = config or CostConfig()
         self._rents = Rents()
         self._pause_s = 0.0  # half a chunk: until a prompt gives way to one that is due sooner
+        self._stall = 0.0  # price of a second during which one other's decoding stands still
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView], now: float) -> Decision:
         found = pairable(request, workers)
@@ -131,6 +137,7 @@ class Predicted:
         self._speeds.relax(now)
         price = self._price(prefills, now)
         self._pause_s = 0.5 * self._speeds.prefill_s("", self._config.pause_tokens, 0)
+        self._stall = self._stall_price(decodes)
         among = holders(request, workers)
         rests = sorted((self._rest(request, worker, now) for worker in decodes), key=lambda rest: rest.cost)
         able = {worker.worker_id for worker in prefills}
@@ -164,6 +171,12 @@ class Predicted:
         So a hot prefix spreads over an idle fleet, and a busy one keeps requests where their prefix is."""
         crowd = sum(min(worker.queue_s(now) / self._config.busy_s, 1.0) for worker in prefills) / max(len(prefills), 1)
         return self._config.work_weight * crowd
+
+    def _stall_price(self, decodes: Sequence[WorkerView]) -> float:
+        config = self._config
+        full = sum(worker.reserved() for worker in decodes) / max(len(decodes), 1)
+        crowd = max(full - config.crowded, 0.0) / (1.0 - config.crowded)
+        return config.disturb_weight + config.crowd_weight * crowd
 
     def _start(
         self,
@@ -216,8 +229,8 @@ class Predicted:
         tpot_s = step_s / (1.0 - min(worker.mixed_share(now, self._config.share_window_s), 0.9))
         tpot_s += worker.queue_s(now) / max(request.expected_output, 32.0)
         admit_s = self._admit_s(request, worker, tpot_s)
-        cost = self._config.later_weight * (admit_s + request.expected_output * tpot_s)
-        cost += self._missed(tpot_s + admit_s / max(request.expected_output, 1.0), request.tpot_goal_s)
+        cost = admit_s + self._config.later_weight * request.expected_output * tpot_s
+        cost += self._missed(tpot_s, request.tpot_goal_s)
         return _Rest(worker, admit_s, step_s, tpot_s, cost)
 
     def _admit_s(self, request: RequestView, worker: WorkerView, tpot_s: float) -> float:
@@ -280,10 +293,7 @@ class Predicted:
             if worker.worker_id not in able and not self._config.deflect:
                 continue
             start = self._start(request, worker, now, price, among, rest.step_s if worker.decoding else 0.0)
-            cost = start.cost + rest.cost + self._disturbance(request, start, rest, now)
-            if rest.admit_s > 0:  # the prompt cannot even begin before there is room
-                cost += rest.admit_s
-            options.append((cost, start, rest, 0.0))
+            options.append((start.cost + rest.cost + self._disturbance(request, start, rest, now), start, rest, 0.0))
         return options
 
     def _disturbance(self, request: RequestView, start: _Start, rest: _Rest, now: float) -> float:
@@ -295,7 +305,7 @@ class Predicted:
         share = worker.mixed_share(now, window) + start.prefill_s / window
         tpot_s = rest.step_s / (1.0 - min(share, 0.95))
         missed = self._missed(tpot_s, request.tpot_goal_s)
-        return others * (config.disturb_weight * start.prefill_s + missed)
+        return others * (self._stall * start.prefill_s + missed)
 
     def _missed(self, seconds: float, goal_s: float) -> float:
         """A step with a slope, so that among hopeless ways the least late one still wins. Rounded at the edge: what is

@@ -124,6 +124,12 @@ class WorkerView:
         """Tokens that can still be reserved."""
         return self.kv_tokens - self.held_tokens if self.kv_tokens else 1 << 40
 
+    def reserved(self) -> float:
+        """Share (0..1) of its tokens, or of its places for those that decode: whichever is nearer its end."""
+        tokens = self.held_tokens / self.kv_tokens if self.kv_tokens else 0.0
+        places = self.decoding / self.max_batch if self.max_batch else 0.0
+        return min(max(tokens, places), 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestView:

@@ -136,6 +136,32 @@ def test_a_decode_worker_without_room_costs_the_wait_for_it() -> None:
     assert choose(request(5000), prefill(1), full).forecast.admit_s > 0.0
 
 
+def test_the_wait_for_room_is_a_wait_for_the_first_token() -> None:
+    """Nothing is dispatched before both sides have room: a worker that is full for a second is no bargain for the
+    tenth of a second that a transfer to it saves."""
+    full = decode(2, 10, 99_900, kv_tokens=100_000)
+    question = request(5000, {2: hit(4800)})
+    source, roomy = prefill(1, bytes_per_token=2e5), decode(3, 10, 99_000, kv_tokens=400_000)
+    assert choose(question, source, full, roomy, deflect=False).decode == "d3"
+
+
+def test_prefill_beside_decoding_is_dearer_the_less_room_the_decode_workers_have() -> None:
+    """Whoever stands still meanwhile holds his room for longer."""
+
+    def local(held: int, **others: int) -> bool:
+        here = decode(2, 10, held, kv_tokens=100_000, max_batch=100)
+        busy = queued(prefill(1), 0.3)
+        return choose(request(2000), busy, here, *(decode(3, 10, n, kv_tokens=100_000) for n in others.values())).local
+
+    assert local(40_000), "there is room: it costs nobody any"
+    assert not local(85_000)
+    assert local(85_000, roomy=1_000), "somebody else has room for those who come"
+    crowd = decode(2, 90, 9_000, kv_tokens=100_000, max_batch=100)
+    assert not choose(request(2000), queued(prefill(1), 0.3), crowd).local, "places are room, too"
+    few = replace(crowd, max_batch=0)
+    assert choose(request(2000), queued(prefill(1), 0.3), few, disturb_weight=0.0).local
+
+
 def test_pages_already_on_the_decode_worker_need_not_fly() -> None:
     source = prefill(1, bytes_per_token=1e5)
     cold, warm = busy_decode(2), busy_decode(3)
