@@ -30,7 +30,10 @@ MOST = 4096
 multiprocessors for their share of the memory's bandwidth, and everybody would wait for it."""
 
 PARTS = 128
-"""Spans of a tile at most where `parts` decides; what the second kernel can hold in registers."""
+"""Spans of a tile at most where `parts` decides."""
+
+MERGED = 32
+"""Spans that the second kernel adds up at a time; of more it takes several rounds."""
 
 DECODE_PROGRAMS, CHUNK_PROGRAMS = 4, 2
 """Wanted of each multiprocessor: about as many are there at a time. A prompt chunk has more to compute than to read."""
@@ -72,21 +75,27 @@ def leave(partial, stats, at, held, split, all_rows, width, result, best, norm, 
 
 @triton.jit(do_not_specialize=["held", "all_rows"])
 def _merge_kernel(
-    partial, stats, out, held, all_rows, WIDTH: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr
+    partial, stats, out, held, all_rows, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program: BLOCK channels of one head of one token."""
+    """One program: BLOCK channels of one head of one token. Spans are added up so many at a time however many there
+    are: a compiler orders the sums of a tile by its shape, and what others make room for must not change a row."""
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    split = tl.arange(0, HELD)
-    place = row * held + split
-    best = tl.load(stats + place, mask=split < held, other=-float("inf"))
-    seen = best > -float("inf")
-    share = tl.where(seen, tl.exp(best - tl.max(best, 0)), 0.0)
-    norm = tl.sum(share * tl.load(stats + all_rows * held + place, mask=seen, other=0.0), 0)
     inside = (c < WIDTH)[None, :]
-    parts = tl.load(partial + place[:, None] * WIDTH + c[None, :], mask=seen[:, None] & inside, other=0.0)
-    value = tl.sum(share[:, None] * parts, 0) / norm
-    tl.store(out + row * WIDTH + c, value.to(out.dtype.element_ty), mask=c < WIDTH)
+    top = tl.full([1], -float("inf"), tl.float32)
+    norm = tl.zeros([1], tl.float32)
+    result = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, held, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        place = row * held + split
+        best = tl.load(stats + place, mask=split < held, other=-float("inf"))
+        seen = best > -float("inf")
+        norms = tl.load(stats + all_rows * held + place, mask=seen, other=0.0)
+        parts = tl.load(partial + place[:, None] * WIDTH + c[None, :], mask=seen[:, None] & inside, other=0.0)
+        top, share, fade = soften(best[None, :], top)
+        norm = norm * fade + tl.sum(share * norms[None, :], 1)
+        result = result * fade + tl.sum(tl.trans(share) * parts, 0)
+    tl.store(out + row * WIDTH + c, (result / norm).to(out.dtype.element_ty), mask=c < WIDTH)
 
 
 @functools.cache
@@ -135,8 +144,7 @@ class Split:
         if self.held == 1:
             return
         heads, width = out.shape[1:]
-        held = int(triton.next_power_of_2(self.held))
-        size = min(block(width), max(8192 // held, 16))
+        size = min(block(width), 128)
         _merge_kernel[(plan.tokens, heads, triton.cdiv(width, size))](
-            self.partial, self.stats, out, self.held, self.rows, WIDTH=width, HELD=held, BLOCK=size
+            self.partial, self.stats, out, self.held, self.rows, WIDTH=width, AT_ONCE=MERGED, BLOCK=size
         )

@@ -131,15 +131,15 @@ def latents(
 
 def alone(same: Same) -> None:
     """A row's bits are the same at another place of the batch, beside other rows, in a batch of another size
-    (of the same power of two), and with tables laid out for longer sequences, page by page."""
+    (of the same power of two), beside one of many spans, and with tables laid out for longer sequences."""
     from engine.kernels.triton.attention import paged_attention
     from engine.kernels.triton.mla import mla_decode
 
-    ends = [300, 530, 33, 1]
+    ends = [1000, 530, 33, 1, 4900]
     tables = scattered(ends)
     kv = filled((1, 2, 64), tables, ends, torch.float32)
     rows = filled((80,), tables, ends, torch.float32)
-    queries = draw(4, 2, 80, std=1.0)
+    queries = draw(5, 2, 80, std=1.0)
 
     def run(*order: int, wide: bool = False) -> tuple[Tensor, Tensor]:
         plan = PagedPlan.build([1] * len(order), [ends[i] - 1 for i in order], [tables[i] for i in order])
@@ -152,8 +152,8 @@ def alone(same: Same) -> None:
 
     with split():
         first = run(0, 1, 2)
-        others = [run(0, 3, 2, 2), run(2, 2, 0), run(1, 0, 1, 3), run(0, 2, 1, wide=True)]
-    for (got, latent), at in zip(others, (0, 2, 1, 0), strict=True):
+        others = [run(0, 3, 2, 2), run(2, 2, 0), run(1, 0, 1, 3), run(4, 1, 0), run(0, 2, 1, wide=True)]
+    for (got, latent), at in zip(others, (0, 2, 1, 2, 0), strict=True):
         same(got[at], first[0][0], 0.0)
         same(latent[at], first[1][0], 0.0)
 
