@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import pytest
 
-from tests.integration.router.scripted import until
+from protos.v1 import common_pb2
+from tests.integration.router.honest import fleet, honest_prefill
+from tests.integration.router.scripted import Leg, ScriptedWorker, until
 from tests.integration.router.sites import config, serving, site
 from tests.integration.router.test_policies import STORED, CachingWorker, idle
 
@@ -49,3 +53,28 @@ async def test_a_fault_over_one_message_does_not_end_a_workers_feed(monkeypatch:
         await until(lambda: not faults and len(worker.asked) == 2)
         worker.says(STORED, [bytes([2]) * 32], sequence=2)
         await until(lambda: index.position("b0") == (worker.epoch, 2))
+
+
+@pytest.mark.parametrize("policy", ["least_load", "predicted"])
+async def test_what_a_worker_failed_in_its_last_life_is_not_held_against_the_next_one(policy: str) -> None:
+    async def fails(leg: Leg) -> None:
+        leg.send(failed=common_pb2.ErrorDetail(reason="worker_lost", message="broken", retryable=True))
+
+    workers, next_life = fleet(2, 1), ScriptedWorker("prefill", "p0")
+    first, other, _ = workers
+    first.prefill, next_life.prefill = fails, honest_prefill
+    next_life.epoch = next_life.described.epoch = first.epoch + 1
+    async with site(*workers, settings=config(policy=policy)) as made:
+        breaker = made.router.dispatcher.booking.breakers.of("p0", "prefill")
+        async with asyncio.timeout(10):
+            while breaker.allows(time.monotonic()):
+                assert (await made.complete())[0] == 200
+        assert first.agent is not None
+        assert other.agent is not None
+        await first.agent.stop()
+        async with serving(next_life, made.router):
+            await other.agent.stop()
+            fleet_of = made.router.fleet
+            await until(lambda: {state.worker_id for state in fleet_of.states() if state.usable} == {"p0", "d0"})
+            assert (await made.complete())[0] == 200
+            assert made.metric("pdserve_router_degraded_choices_total") == 0
