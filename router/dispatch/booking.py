@@ -40,6 +40,8 @@ LOOK_S = 0.02
 """Not sooner than this without a change, however little is left of its time: that may stand still."""
 
 LEGS = ("prefill", "decode")
+SILENT = "silent"
+"""In an Avoid, beside the legs: those of its workers that said nothing until a timer ran out."""
 
 Choice = pairing.Pair | pairing.Local
 Attempt = Callable[[Choice, Plan | None], Awaitable[dict[str, PdserveError]]]
@@ -50,7 +52,7 @@ Avoid = Mapping[str, frozenset[str]]
 
 @value
 class Wish:
-    """What a passage wants. tokens: known ones; length: with the answer. avoid: workers not to ask, by leg.
+    """What a passage wants. tokens: known ones; length: with the answer. avoid: workers that failed it, by leg.
     patience_s: of a request that goes on elsewhere. It stands in no line, and waits this long for a worker that is not
     there at all."""
 
@@ -220,11 +222,12 @@ class Booking:
         end = began + patience_s
         while self._now() < began + self._timeout_s:
             change = self._fleet.changed_event()
+            wanted = self._forgiving(wish)
             try:
-                choice = await self._round(wish)
+                choice = await self._round(wanted)
                 if isinstance(choice, Choice):
                     return choice
-                if self._now() >= end and not self._anybody(wish):
+                if self._now() >= end and not self._anybody(wanted):
                     raise Saturated("no other worker is available", reason="no_other_worker")
             except Saturated:
                 if self._now() >= end:
@@ -232,6 +235,15 @@ class Booking:
             left = end - self._now()
             await _soon(change, min(LOOK_AGAIN_S, left) if left > 0 else LOOK_AGAIN_S)
         raise TimeoutError
+
+    def _forgiving(self, wish: Wish) -> Wish:
+        """Where nobody else is left, who failed it is asked again: not who said nothing, since that may cost as much
+        time once more."""
+        if self._anybody(wish):
+            return wish
+        silent = wish.avoid.get(SILENT, frozenset())
+        either = (replace(wish, avoid={**wish.avoid, leg: silent}) for leg in LEGS)
+        return next(filter(self._anybody, either), replace(wish, avoid=dict.fromkeys(LEGS, silent)))
 
     def _anybody(self, wish: Wish) -> bool:
         """Somebody is there who could take it at some time."""

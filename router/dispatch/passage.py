@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
-from router.dispatch.booking import Wish
+from router.dispatch.booking import SILENT, Wish
 from router.dispatch.continuity import Piece
 from router.dispatch.legs import DecodeLeg, DepartedLeg, PrefillLeg
 from router.dispatch.legs import Owner as LegOwner
@@ -409,8 +409,8 @@ class Passage(Seats):
         self.owner.failed(self, error, lost)
 
     def _blame(self, leg: Leg, error: PdserveError) -> None:
-        """Who should not be given this request again. Pages that are lost are their source's fault, whoever says so;
-        pages that are gone because a worker read them, which has failed since, are not."""
+        """Who is given this request again only if nobody else is left. Pages that are lost are their source's fault,
+        whoever says so; pages that are gone because a worker read them, which has failed since, are not."""
         names, worker_id = ("prefill", "decode") if self.local else (leg.name,), leg.worker.id
         if isinstance(error, Draining) and self.local:  # it gives up decoding, and may be the only one for prompts;
             names = ("decode",)  # one that drains altogether refuses to be booked
@@ -418,12 +418,14 @@ class Passage(Seats):
             names, worker_id = ("decode",), self._failed_reader
         elif isinstance(error, KvLost) and self.prefill is not None:
             names, worker_id = (self.prefill.name,), self.prefill.worker.id
+        if error.reason.endswith("_token_timeout"):
+            names = (*names, SILENT)
         for name in names:
             self._avoid = self._avoid | {name: self._avoid.get(name, frozenset()) | {worker_id}}
 
     @property
     def avoid(self) -> dict[str, frozenset[str]]:
-        """Workers that the next passage of this request should not be given, by leg."""
+        """Workers that the next passage of this request should be given only if there is nobody else, by leg."""
         return self._avoid
 
     # the end

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protos.v1 import common_pb2, decode_pb2
-from runtime.errors import TicketInvalid
+from runtime.errors import Saturated, TicketInvalid
 from tests.integration.router.honest import (
     Decoding,
     busy,
@@ -337,3 +337,101 @@ async def test_pages_that_a_worker_read_before_it_died_are_no_fault_of_their_sou
         assert seen.errors == []
         assert seen.texts == {choice: text(40, choice) for choice in range(2)}
         assert len(workers[0].submitted) == 3, "and once more for each choice"
+
+
+# --- where nobody else is left
+
+
+@pytest.mark.parametrize("policy", ["least_load", "predicted"])
+@pytest.mark.parametrize("others", [0, 1])
+async def test_pages_lost_by_the_only_source_are_computed_there_again(policy: str, others: int) -> None:
+    """others: decode workers beside the one that finds them lost."""
+    workers = fleet(1, 1 + others)
+    async with site(*workers, settings=config(policy=policy)) as made:
+
+        async def lost(leg: Leg) -> None:
+            for worker in workers[1:]:
+                worker.decode = Decoding()
+            await leg.ticket.wait()
+            error = common_pb2.ErrorDetail(reason="transfer_failed", message="gone", retryable=True)
+            leg.send(failed=decode_pb2.DecodeFailed(error=error, kv_lost=True))
+
+        for worker in workers[1:]:
+            worker.decode = lost
+        seen = await history(made)
+
+        assert (seen.texts, seen.errors) == ({0: text(40)}, [])
+        if policy == "least_load":  # the other may have whoever decodes compute it
+            assert len(workers[0].submitted) == 2
+        await made.quiet()
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_worker_that_failed_a_request_gets_it_again_only_when_nobody_else_is_left(leg: str) -> None:
+    workers = fleet(1, 1)
+    async with site(*workers, settings=config()) as made:
+        worker, honest = made.worker(leg), {"prefill": honest_prefill, "decode": Decoding()}[leg]
+
+        async def fails(attempt: Leg) -> None:
+            setattr(worker, leg, honest)
+            error = common_pb2.ErrorDetail(reason="worker_lost", message="broken", retryable=True)
+            attempt.send(failed=decode_pb2.DecodeFailed(error=error) if leg == "decode" else error)
+
+        setattr(worker, leg, fails)
+        seen = await history(made)
+
+        assert (seen.texts, seen.errors) == ({0: text(40)}, [])
+        assert len(worker.submitted) == 2
+
+
+async def test_the_only_worker_is_asked_as_often_as_retries_allow_and_its_client_hears_the_first_failure() -> None:
+    workers = fleet(1, 1)
+    async with site(*workers, settings=config(retries=2)) as made:
+
+        async def lost(leg: Leg) -> None:
+            error = common_pb2.ErrorDetail(reason="kv_lost", message="gone", retryable=True)
+            leg.send(failed=decode_pb2.DecodeFailed(error=error, kv_lost=True))
+
+        workers[1].decode = lost
+        status, body = await made.complete()
+
+        assert (status, body["error"]["code"]) == (503, "kv_lost")
+        assert len(workers[0].submitted) == 3
+        await made.quiet(prefill_confirmed=False)
+
+
+async def test_a_failed_request_waits_for_the_only_worker_while_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than for one that is not there: for that, not at all here."""
+    monkeypatch.setattr("router.dispatch.dispatch.PATIENCE_S", 0.0)
+    workers = fleet(1, 1)
+    async with site(*workers, settings=config()) as made:
+
+        async def lost(leg: Leg) -> None:
+            workers[1].decode = Decoding()
+            workers[0].refuse = Saturated("no pages").detail()
+            error = common_pb2.ErrorDetail(reason="kv_lost", message="gone", retryable=True)
+            leg.send(failed=decode_pb2.DecodeFailed(error=error, kv_lost=True))
+
+        workers[1].decode = lost
+        call = asyncio.create_task(history(made))
+        await until(lambda: len(workers[0].reserved) == 4 or call.done())  # refused three times
+        workers[0].refuse = None
+
+        seen = await call
+        assert (seen.texts, seen.errors) == ({0: text(40)}, [])
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_worker_that_said_nothing_does_not_cost_its_timer_twice(leg: str) -> None:
+    workers = fleet(1, 1)
+    async with site(*workers, settings=config(first_token_timeout_s=0.2, inter_token_timeout_s=0.2)) as made:
+
+        async def silent(attempt: Leg) -> None:
+            await asyncio.Event().wait()
+
+        setattr(made.worker(leg), leg, silent)
+        status, body = await made.complete()
+
+        code = {"prefill": "first_token_timeout", "decode": "inter_token_timeout"}[leg]
+        assert (status, body["error"]["code"]) == (503, code)
+        assert len(made.worker(leg).submitted) == 1

@@ -80,10 +80,10 @@ async def test_a_broken_stream_is_attached_again_and_the_answer_goes_on(pair: Si
     assert [entry.ref.request_id for entry in decode.hellos[1].resume] == [decode.submitted[0].ref.request_id]
 
 
-async def test_what_the_worker_does_not_resume_is_lost(pair: Site) -> None:
-    decode = pair.worker("decode")
+async def test_what_the_worker_does_not_resume_is_lost(once: Site) -> None:
+    decode = once.worker("decode")
     decode.decode = some_then_silence
-    call = asyncio.create_task(pair.post("/v1/completions", BODY))
+    call = asyncio.create_task(once.post("/v1/completions", BODY))
     await decode.until(lambda: any(leg.ticket.is_set() for leg in decode.submitted))
     await asyncio.sleep(0)
 
@@ -182,16 +182,16 @@ async def test_a_second_terminal_event_is_dropped_and_counted(pair: Site) -> Non
     assert pair.metric("pdserve_router_late_events_total") >= 1
 
 
-async def test_a_worker_that_lies_about_a_choice_fails_that_request_alone(pair: Site) -> None:
+async def test_a_worker_that_lies_about_a_choice_fails_that_request_alone(once: Site) -> None:
     async def foreign(leg: Leg) -> None:
         leg.tokens(1, 98, choice=7)
         await asyncio.Event().wait()
 
-    decode = pair.worker("decode")
+    decode = once.worker("decode")
     decode.decode = foreign
-    bad = await pair.complete()
+    bad = await once.complete()
     decode.decode = decode_answers
-    good = await pair.complete()
+    good = await once.complete()
 
     assert (bad[0], bad[1]["error"]["code"]) == (503, "bad_choice")
     assert good[0] == 200
