@@ -22,6 +22,10 @@ KEEP_S = 3.0
 """An idle connection is not used again after this. Servers close theirs after 5 s or more, and what is sent at that
 moment fails."""
 
+_DATA, _DONE = b"data:", b"[DONE]"
+_KINDS = ("content", "reasoning_content", "reasoning", "tool_calls")
+"""Of what a delta of a chat may carry: all of it is made of tokens that usage counts."""
+
 _LOST = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
 
 
@@ -96,35 +100,53 @@ class HttpTarget:
         kept = b""
         done = False
         async for data in content.iter_any():
-            *events, kept = (kept + data).replace(b"\r\n", b"\n").split(b"\n\n")
-            for event in events:
-                text = event.removeprefix(b"data:").strip()
-                if text == b"[DONE]":
+            *lines, kept = (kept + data).split(b"\n")
+            for line in lines:
+                text = _said(line)
+                if text == _DONE:
                     done = True
-                elif event.startswith(b"data:"):
-                    _take(orjson.loads(text), answer)
-        if not done:
+                elif text:
+                    _take(text, answer)
+        if not done and _said(kept) != _DONE:
             raise Unanswered(FAILED, "stream_lost")
 
 
-def _take(event: dict[str, Any], answer: Answer) -> None:
-    """One event of a stream."""
-    if "error" in event:
-        error = event["error"] or {}
-        raise Unanswered(FAILED, str(error.get("code") or error.get("type") or "error"))
-    for choice in event.get("choices") or ():
-        tokens = choice.get("token_ids") or ()
-        if tokens or choice.get("text") or (choice.get("delta") or {}).get("content"):
-            answer.chunk()
-            answer.tokens += tokens
-            answer.output += len(tokens) or 1
-    usage = event.get("usage")
-    if usage:
-        answer.prompt, answer.output = usage["prompt_tokens"], usage["completion_tokens"]
-        answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", -1)
-    ledger = event.get("ledger")
-    if ledger:
-        answer.parts = tuple(ledger[name] for name in PARTS)
+def _said(line: bytes) -> bytes:
+    """A line of a stream without its name; b"" for what is no data."""
+    return line[len(_DATA) :].strip() if line.startswith(_DATA) else b""
+
+
+def _take(text: bytes, answer: Answer) -> None:
+    """One event of a stream, from a server of any make: what is none ends its request, and nothing else."""
+    try:
+        event = orjson.loads(text)
+        if error := event.get("error"):
+            reason = error.get("code") or error.get("type") if isinstance(error, dict) else error
+            raise Unanswered(FAILED, str(reason or "error")[:80])
+        for choice in event.get("choices") or ():
+            _choice(choice, answer)
+        if usage := event.get("usage"):
+            _usage(usage, answer)
+        if ledger := event.get("ledger"):
+            answer.parts = tuple(float(ledger[name]) for name in PARTS)
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise Unanswered(FAILED, "not_understood") from exc
+
+
+def _choice(choice: dict[str, Any], answer: Answer) -> None:
+    tokens, delta = choice.get("token_ids") or (), choice.get("delta") or {}
+    if tokens or choice.get("text") or any(delta.get(kind) for kind in _KINDS):
+        answer.chunk()
+        answer.tokens += tokens
+        answer.output += len(tokens) or 1
+
+
+def _usage(usage: dict[str, Any], answer: Answer) -> None:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    counts = (usage["prompt_tokens"], usage["completion_tokens"], -1 if cached is None else cached)
+    if any(type(count) is not int for count in counts):
+        raise TypeError("a count of tokens is a whole number")
+    answer.prompt, answer.output, answer.cached = counts
 
 
 def _card(one: dict[str, Any]) -> Card:
