@@ -28,7 +28,7 @@ import click
 
 from bench import _plots
 from bench.load import show
-from bench.load.asked import Target, Work, length, plan_of, rate, warm_plan
+from bench.load.asked import Seconds, Target, Work, length, plan_of, rate, warm_plan
 from bench.load.crew import Crew, Spread
 from bench.load.loader import Job
 from bench.load.plan import Plan
@@ -157,28 +157,28 @@ def described(run: Run, work: Work) -> dict[str, Any]:
 @click.option("--groups", default=8, show_default=True, type=click.IntRange(1, 1_000_000), help="different prefixes")
 @click.option("--prefix", default=1024, show_default=True, type=click.IntRange(1, 1_000_000), help="tokens of a prefix")
 @click.option("--turns", default=4, show_default=True, type=click.IntRange(1, 1000), help="of a conversation")
-@click.option("--think", default=0.0, type=click.FloatRange(0, 3600), help="seconds between two turns  [0]")
+@click.option("--think", default=0.0, type=Seconds(0, 3600), help="seconds between two turns  [0]")
 @click.option("--skip", default=0, type=click.IntRange(0), help="begin behind so many requests of the trace")
 @click.option(
     "--longest", default=0, type=click.IntRange(0), help="leave out longer ones of the trace (tokens, with answer)"
 )
 @click.option("--rate", default=None, callback=rate, help="requests per second, or inf")
-@click.option("--speedup", type=click.FloatRange(0, 1e6, min_open=True), help="times the trace's own speed")
+@click.option("--speedup", type=Seconds(0, 1e6, min_open=True), help="times the trace's own speed")
 @click.option(
     "--concurrency", default=0, type=click.IntRange(0, 1_000_000), help="most requests in flight  [16 without --rate]"
 )
 @click.option("--requests", default=0, type=click.IntRange(0, 100_000_000), help="[100, without --duration]")
-@click.option("--duration", default=0.0, type=click.FloatRange(0, 1e6), help="seconds in which requests begin")
+@click.option("--duration", default=0.0, type=Seconds(0, 1e6), help="seconds in which requests begin")
 @click.option("--warmup", default=0, type=click.IntRange(0, 100_000), help="requests before, that are not counted")
 @click.option(
-    "--timeout", default=600.0, show_default=True, type=click.FloatRange(0, 1e6, min_open=True), help="of a request (s)"
+    "--timeout", default=600.0, show_default=True, type=Seconds(0, 1e6, min_open=True), help="of a request (s)"
 )
 @click.option("--seed", default=1, show_default=True, type=click.IntRange(0, 2**32))
 @click.option("--loaders", default=1, show_default=True, type=click.IntRange(1, 1024), help="processes that send")
 @click.option("--address", default="", help="HOST:PORT of a Ray cluster: spread the loaders over its nodes")
-@click.option("--ttft-goal", default=DEFAULT.ttft_s, show_default=True, type=click.FloatRange(0, 1e6))
-@click.option("--ttft-goal-per-8k", default=DEFAULT.ttft_s_per_8k, show_default=True, type=click.FloatRange(0, 1e6))
-@click.option("--tpot-goal", default=DEFAULT.tpot_s, show_default=True, type=click.FloatRange(0, 1e6))
+@click.option("--ttft-goal", default=DEFAULT.ttft_s, show_default=True, type=Seconds(0, 1e6))
+@click.option("--ttft-goal-per-8k", default=DEFAULT.ttft_s_per_8k, show_default=True, type=Seconds(0, 1e6))
+@click.option("--tpot-goal", default=DEFAULT.tpot_s, show_default=True, type=Seconds(0, 1e6))
 @click.option("--plot", "picture", type=click.Path(dir_okay=False), help="PNG")
 @click.option("--json", "as_json", is_flag=True, help="one JSON object and nothing else")
 @click.pass_context

@@ -28,6 +28,16 @@ TRACE_VOCAB = 32_000
 """Of the tokens that a trace's hash ids stand for, where the server does not say how many it knows."""
 
 
+class Seconds(click.FloatRange):
+    """A number within its limits; nan is within none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return found
+
+
 def length(_: click.Context, __: click.Parameter, value: str) -> Range:
     """N, or LOW:HIGH."""
     low, _colon, high = value.partition(":")
@@ -75,6 +85,8 @@ class Target:
             url = f"http://{http}"
         if grpc:
             _checked_port(grpc)
+        if not (given["api_key"].isascii() and given["api_key"].isprintable()):
+            raise InvalidRequest("holds what no header may", field="api_key", limit="printable ASCII")
         return cls("grpc" if grpc else "http", grpc or url, given["model"], given)
 
     def address(self) -> Address:

@@ -49,6 +49,10 @@ def _row(number: int, line: str, output: int) -> Row:
     prompt, tokens = given.get("prompt"), given.get("output_tokens", output)
     if not isinstance(prompt, str) or not prompt:
         raise InvalidRequest(f"line {number} has no text as its prompt", field="prompts", limit='{"prompt": TEXT}')
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(f"line {number}: its prompt is no text", field="prompts", limit="UTF-8") from exc
     if type(tokens) is not int or tokens < 1:
         raise InvalidRequest(f"line {number}: output_tokens is no whole number", field="prompts", limit="from 1 on")
     return Row(output=tokens, text=prompt)

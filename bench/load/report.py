@@ -102,7 +102,7 @@ def _load(results: Sequence[Result], loaders: Sequence[Loader]) -> dict[str, Any
     return {
         "late_s": _over(results, lambda result: result.late),
         "held_s": _over(results, lambda result: result.held),
-        "own_share": max((loader.own_share for loader in loaders), default=0.0),
+        "own_share": max((loader.own_share for loader in loaders if loader.results), default=0.0),
         "lost": sum(loader.lost for loader in loaders),
         "loaders": [
             {

@@ -127,7 +127,8 @@ def test_a_load_generator_without_a_place_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", '{"prompt": ""}', '{"text": "x"}', '{"prompt": "x", "output_tokens": 0}', "3", "\udcff"]
+    "line",
+    ["{", "[]", '{"prompt": ""}', '{"text": "x"}', '{"prompt": "x", "output_tokens": 0}', "3", "\udcff", '"\\ud800"'],
 )
 def test_a_damaged_file_of_prompts_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "p.jsonl"
@@ -148,7 +149,13 @@ def test_a_damaged_trace_is_refused(tmp_path: Path, damage: bytes) -> None:
 
 def test_a_number_that_is_none_is_refused_by_its_option() -> None:
     wrong = "rate=0 rate=-1 rate=nan rate=x input=0 input=5:2 output=1:x loaders=0 timeout=0 dataset=other duration=-1"
-    for word in wrong.split():
+    numbers = [
+        option
+        for option in main.params
+        if isinstance(option, click.Option) and isinstance(option.type, click.FloatRange)
+    ]
+    assert len(numbers) >= 7
+    for word in [*wrong.split(), *(f"{option.opts[0].removeprefix('--')}=nan" for option in numbers)]:
         with pytest.raises(click.BadParameter) as refused:
             plan(f"--{word}")
         assert f"--{word.partition('=')[0]}" in refused.value.format_message()
@@ -163,6 +170,8 @@ def test_the_target_is_the_one_named_or_the_cluster_that_runs_here() -> None:
         (["--url=http://x", "--grpc=x:1"], "grpc"),
         (["--grpc=x"], "grpc"),
         (["--grpc=x:0"], "grpc"),
+        (["--grpc=x:1", "--api-key=a\nb"], "api_key"),
+        (["--url=http://x", "--api-key=\u00fc"], "api_key"),
         (["--grpc=x:1", "--tls-cert=/nowhere"], "tls_cert, tls_key and tls_ca go together"),
     ):
         with pytest.raises(InvalidRequest) as refused:

@@ -133,6 +133,8 @@ def test_who_limits_is_seen_node_by_node() -> None:
     load = figures([loader(result(9), own_share=0.2), loader(*late, node="far", own_share=0.97)], Objective())["load"]
     assert load["own_share"] == 0.97
     assert [(one["node"], one["late_s"]["p50"]) for one in load["loaders"]] == [("here", 0.01), ("far", 0.5)]
+    idle = loader(own_share=0.99)  # it ended as it began
+    assert figures([loader(result(0), own_share=0.2), idle], Objective())["load"]["own_share"] == 0.2
 
 
 def test_a_table_and_a_plot_are_made_of_any_run(tmp_path: Path) -> None:
