@@ -187,6 +187,7 @@ class DiskTier:
         """Write down what is still to be said, and end."""
         self.poll()
         self._spill.end()
+        self.staging.end()
         self.lane.close()
         self._conclude()
         drops, hints = self._spill.rest()

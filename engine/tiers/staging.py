@@ -64,6 +64,7 @@ class Staging:
         self._counts, self._page_bytes = counts, page_bytes
         self._submit, self._has, self._came, self._moved = submit, has, came, moved
         self._known: dict[int, bool] = {}  # sequences that were decided about; True while something comes for them
+        self._ended = False
 
     def known(self, seq: int) -> bool | None:
         """Whether something is on its way for this sequence; None: that was not decided yet. It is decided once."""
@@ -92,6 +93,10 @@ class Staging:
     def forget(self, seq: int) -> None:
         self._known.pop(seq, None)
 
+    def end(self) -> None:
+        """Begin no read any more: nobody waits for what follows one that is under way."""
+        self._ended = True
+
     def _room(self, count: int, state: TierState | None) -> _Room | None:
         partial = int(state is not None and bool(state.tail))
         pages = self._host.pool.allocate(count + partial)
@@ -112,7 +117,7 @@ class Staging:
             self._moved(count * self._page_bytes, seconds)
             self._came([key for key in map(self._add, entries[:count], coming.targets) if key is not None])
             self._counts.disk_pages += count
-            if count == len(entries) and coming.state is not None:
+            if count == len(entries) and coming.state is not None and not self._ended:
                 self._read_state(coming)
                 return
             coming.hold.release()

@@ -21,9 +21,10 @@ class Manual:
     def __init__(self) -> None:
         self.waiting: list[Job] = []
         self._over: list[Job] = []
-        self._open = False
+        self._open = self._closed = False
 
     def submit(self, job: Job) -> None:
+        assert not self._closed, "a job after the end"
         self.waiting.append(job)
         if self._open:
             self.run_all()
@@ -47,6 +48,7 @@ class Manual:
         return over
 
     def close(self) -> None:
+        self._closed = True
         self.run_all()
 
 

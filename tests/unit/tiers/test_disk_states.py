@@ -95,6 +95,20 @@ def test_a_restarted_worker_resumes_from_the_state_it_had(tmp_path: Path) -> Non
     fresh.baseline()
 
 
+def test_a_worker_that_stops_while_pages_come_up_begins_no_read_of_their_state(tmp_path: Path) -> None:
+    made = lab(tmp_path)
+    pushed_down(made)
+    assert made.tiers.disk is not None
+    made.tiers.disk.lane = slow = Manual()
+    made.submit(request("again", FIRST, max_tokens=4))
+    made.engine.turn()
+    assert len(slow.waiting) == 1, "the pages"
+    made.engine.stop()
+    assert made.tiers.counts.disk_pages == 7
+    assert made.tiers.counts.disk_states == 0
+    made.tiers.check_empty()
+
+
 def test_a_state_with_its_pages_on_device_and_host_needs_only_itself(tmp_path: Path) -> None:
     made = lab(tmp_path)
     pushed_down(made)
