@@ -138,23 +138,23 @@ async def test_tokens_of_decode_that_overtake_the_first_one_wait_for_it(pair: Si
     assert body["choices"][0]["text"] == "abcd"
 
 
-async def test_repeated_tokens_are_dropped_and_a_gap_ends_the_request(pair: Site) -> None:
+async def test_repeated_tokens_are_dropped_and_a_gap_ends_the_request(once: Site) -> None:
     async def repeats(leg: Leg) -> None:
         leg.tokens(0, *b"ab")
         leg.tokens(1, *b"bcd", finish=LENGTH)
 
-    pair.worker("decode").decode = repeats
-    _, body = await pair.complete()
+    once.worker("decode").decode = repeats
+    _, body = await once.complete()
     assert body["choices"][0]["text"] == "abcd"
 
     async def gap(leg: Leg) -> None:
         leg.tokens(3, ord("d"))
         await asyncio.Event().wait()
 
-    pair.worker("decode").decode = gap
-    status, body = await pair.complete()
+    once.worker("decode").decode = gap
+    status, body = await once.complete()
     assert (status, body["error"]["code"]) == (503, "sequence_gap")
-    await pair.quiet(prefill_confirmed=False)
+    await once.quiet(prefill_confirmed=False)
 
 
 async def test_a_stop_string_ends_the_answer_and_the_work(pair: Site) -> None:
