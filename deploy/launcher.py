@@ -44,6 +44,10 @@ class Failed(Exception):
     """The cluster cannot start; the message is for the user."""
 
 
+class RayTooSlow(Failed):
+    """Ray gave its own start up."""
+
+
 class Launcher:
     def __init__(self, config: Config, state: StateDir) -> None:
         self._config, self._state = config, state
@@ -135,8 +139,16 @@ class Launcher:
     def _start_ray(self, workers: int) -> str:
         assert self._ray_folder is not None
         self._env = ray_head.environment(self._env, self._ray_folder)
+        try:
+            return self._try_ray(self._ray_folder, workers)
+        except RayTooSlow:  # a busy machine; what else may be wrong is not better the second time
+            self._say(event="ray_again")
+        processes.sweep(os.getpid(), keep=[router.pid for router in self._routers])
+        return self._try_ray(self._ray_folder, workers)
+
+    def _try_ray(self, folder: Path, workers: int) -> str:
         with (self._state.logs / "ray.log").open("ab") as output:
-            address, self._ray = ray_head.start(self._ray_folder, self._env, workers, local_gpus(), output)
+            address, self._ray = ray_head.start(folder, self._env, workers, local_gpus(), output)
         self._await_ray(address)
         return address
 
@@ -147,7 +159,8 @@ class Launcher:
             if self._stop.wait(0.1):
                 raise Failed("stopped while Ray was starting")
             if self._ray.poll() is not None:
-                raise Failed(f"Ray did not start:\n{self._state.tail('ray')}")
+                end = self._state.tail("ray")
+                raise (RayTooSlow if ray_head.TOO_SLOW in end else Failed)(f"Ray did not start:\n{end}")
             self._check_router()
         self._say(event="ray", address=f"{host}:{port}")
 

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -140,25 +140,25 @@ def descendants(pid: int) -> list[Process]:
         parents = {p.pid for p in new}
 
 
-def sweep(session: int, timeout_s: float = 5.0) -> list[int]:
-    """Kill what is left of a session (not the caller), until nothing is. Returns the pids that would not go.
+def sweep(session: int, timeout_s: float = 5.0, keep: Collection[int] = ()) -> list[int]:
+    """Kill what is left of a session (not the caller, nor `keep`), until nothing is. Returns the pids that would not
+    go.
 
     Zombies are waited for too: a process whose first thread is one may still be giving back memory and ports.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        left = session_members(session, zombies=True)
+        left = [process for process in session_members(session, zombies=True) if process.pid not in keep]
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        _reap()
+            _reap(process.pid)
         if not left or time.monotonic() > deadline:
             return [process.pid for process in left if process.state != "Z"]
         time.sleep(0.02)
 
 
-def _reap() -> None:
-    """Collect dead orphans that were adopted. Only for a process that waits for no other child any more."""
+def _reap(pid: int) -> None:
+    """Collect a dead orphan that was adopted. Not for a child whose end somebody waits for."""
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        os.waitpid(pid, os.WNOHANG)

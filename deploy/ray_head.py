@@ -21,6 +21,9 @@ from runtime.errors import InvalidRequest
 
 HEAD_IP = "127.0.0.2"
 OBJECT_STORE_BYTES = 80_000_000  # nothing of ours goes through it; this is about the least Ray takes
+TOO_SLOW = "The current node timed out during startup"
+"""How `ray start` ends when its node is not up within 30 s, which is fixed in Ray."""
+
 _SOCKET_ROOM = 107 - len("/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
 

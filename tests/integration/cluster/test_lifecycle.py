@@ -66,6 +66,43 @@ def test_a_kill_of_both_at_once_leaves_no_process(running: ForegroundCluster) ->
     running.stop()
 
 
+SLOW_MACHINE = """
+import os, subprocess, sys, time, types
+
+if not os.path.exists(os.environ["FIRST_START"]) and any(one.endswith("/ray") for one in sys.orig_argv[:2]):
+    open(os.environ["FIRST_START"], "w").close()
+    subprocess.Popen(["sleep", "600"])  # agents that had begun outlive the rest
+    from ray._private import node, services
+
+    def nowhere(*_):
+        raise RuntimeError("not yet")
+
+    services.get_node = nowhere
+    node.time = types.SimpleNamespace(sleep=time.sleep, time=time.time, monotonic=lambda: 20 * time.monotonic())
+"""
+"""For Ray's first start its node is never up, and its 30 s are over soon. What it starts is real."""
+
+
+@pytest.mark.slow
+def test_a_ray_that_gave_up_its_own_start_is_started_once_more(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_MACHINE)
+    env = {"PYTHONPATH": str(tmp_path), "FIRST_START": str(tmp_path / "first")}
+    cluster = ForegroundCluster(tmp_path, "--model=oracle", "--threads=1", env=env)
+    try:
+        cluster.until_ready()
+        assert any("starting Ray once more" in line for line in cluster.output)
+        members = processes.session_members(cluster.record.launcher_pid)
+        programs = [Path(f"/proc/{one.pid}/cmdline").read_text().split("\0")[0] for one in members]
+        assert sum(one.endswith("gcs_server") for one in programs) == 1
+        assert "sleep" not in programs, "something of the first is left"
+        traces = Traces(cluster)
+        cluster.front.send_signal(signal.SIGINT)
+        assert cluster.front.wait(15) == 0
+        assert traces.left() == []
+    finally:
+        cluster.stop()
+
+
 @pytest.mark.slow
 def test_a_kill_of_both_while_ray_starts_leaves_what_down_removes(tmp_path: Path) -> None:
     cluster = ForegroundCluster(tmp_path, "--model=oracle", "--threads=1")

@@ -73,6 +73,16 @@ def test_a_sweep_ends_a_whole_session_grandchildren_included() -> None:
     assert not processes.alive(grandchild, start)
 
 
+def test_a_sweep_spares_whom_it_is_told_to() -> None:
+    leader = processes.spawn(SLEEP, env=os.environ, death_signal=signal.SIGKILL, new_session=True)
+    try:
+        assert processes.sweep(leader.pid, keep=[leader.pid]) == []
+        assert leader.poll() is None
+    finally:
+        leader.kill()
+        leader.wait()
+
+
 def test_a_pid_that_was_used_again_is_another_process() -> None:
     start = start_of(os.getpid())
     assert processes.alive(os.getpid(), start)
