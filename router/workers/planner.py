@@ -266,12 +266,13 @@ class Planner:
 
     def _request(self, work: Work, tokens: tuple[int, ...], place: Standing) -> RequestView:
         now, config = self._clock.monotonic(), self._config
+        goal_s = config.ttft_goal_s + config.ttft_goal_s_per_1k * len(tokens) / 1000
         request = RequestView(
             work.request_id,
             len(tokens),
             now - place.waited_s,
             expected_output=self.speeds.output.expect(len(tokens), work.sampling.max_tokens),
-            ttft_goal_s=config.ttft_goal_s + config.ttft_goal_s_per_1k * len(tokens) / 1000,
+            ttft_goal_s=min(goal_s, work.deadline - work.arrived),  # else who could be in time is passed over
             tpot_goal_s=config.tpot_goal_s,
             session=work.session,
             waited_s=place.waited_s,

@@ -11,7 +11,13 @@ from typing import Any, cast
 import pytest
 
 from protos.v1 import common_pb2, worker_pb2
-from router.workers.planner import Planner, _gap_pause_s
+from router.params import Params
+from router.policy import pairing
+from router.policy.pairing import Role
+from router.policy.view import Work as Booked
+from router.policy.view import WorkerView
+from router.request import Work
+from router.workers.planner import Plan, Planner, Standing, _gap_pause_s
 from runtime.clock import FakeClock
 from runtime.config import Config
 from runtime.metrics import Metrics
@@ -91,3 +97,45 @@ async def test_a_cache_feed_that_never_fits_is_asked_less_and_less_and_one_that_
 
 def test_the_pause_of_a_feed_that_never_fits_is_bounded_however_long_it_does_not() -> None:
     assert [_gap_pause_s(gaps) for gaps in (1, 2, 3, 8, 9, 10**6)] == [0.0, 0.5, 1.0, 30.0, 30.0, 30.0]
+
+
+def with_queues(**queues: tuple[Role, list[tuple[float, float]]]) -> Planner:
+    """Workers whose prompts take (seconds, due in so many seconds), at a millisecond a token."""
+    workers = [
+        SimpleNamespace(
+            id=name,
+            role=role,
+            usable=True,
+            group="g",
+            load=common_pb2.Load(),
+            room=lambda: (0, 0),
+            can=lambda feature: False,
+        )
+        for name, (role, _) in queues.items()
+    ]
+    config = Config().model_copy(update={"policy": "predicted"})
+    made = Planner(config, "m", "r", FakeClock(), Metrics(), lambda: cast(Any, workers))
+    for number in range(100):
+        tokens = 200 + 100 * (number % 8)
+        made.speeds.learn_prefill("p1", tokens, 0, tokens / 1000)
+    now = FakeClock().monotonic()
+    for name, (role, prompts) in queues.items():
+        view = WorkerView(name, role, bit=made.index.bit(name), group="g")
+        made.ledger.add(view)
+        for number, (seconds, due) in enumerate(prompts):
+            view.begin((f"{name}-{number}", 1), Booked(seconds, 300, (now + due, number)), now)
+    return made
+
+
+@pytest.mark.parametrize(("deadline_s", "chosen"), [(60.0, "p2"), (1.0, "p1")])
+def test_a_deadline_sooner_than_the_objective_is_the_objective(deadline_s: float, chosen: str) -> None:
+    """Who would be in time must pass ten others at p1, which is dear; at p2 it is behind nine tenths of a second."""
+    made = with_queues(
+        p1=(Role.PREFILL, [(0.3, 50.0)] * 10), p2=(Role.PREFILL, [(0.9, 0.5)]), d1=(Role.DECODE, [(10.0, 0.5)])
+    )
+    now, tokens = FakeClock().monotonic(), tuple(range(300))
+    sampling = common_pb2.Sampling(max_tokens=256)
+    work = Work("r", tokens, Params(), sampling, b"", now + deadline_s, now, "default")
+    decision = made.plan(work, tokens, lambda worker, role: role, Standing(due=now + 2.0))
+    assert isinstance(decision, Plan)
+    assert decision.choice == pairing.Pair(chosen, "d1")
