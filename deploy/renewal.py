@@ -50,9 +50,7 @@ class Renewal:
         elif self._number == len(self._routers):
             return False
         else:
-            self._new, self._word = self._start(self._number)
-            os.set_blocking(self._word, False)
-            self._until = time.monotonic() + READY_S
+            self._begin()
         return not self.error
 
     def processes(self) -> Sequence[subprocess.Popen[bytes]]:
@@ -64,6 +62,15 @@ class Renewal:
         if self._word >= 0:
             os.close(self._word)
             self._word = -1
+
+    def _begin(self) -> None:
+        try:
+            self._new, self._word = self._start(self._number)
+        except OSError as error:  # no room for a process, or for its log
+            self.error = f"router {self._number}: it cannot be started ({error.strerror})"
+            return
+        os.set_blocking(self._word, False)
+        self._until = time.monotonic() + READY_S
 
     def _await_word(self, new: subprocess.Popen[bytes]) -> None:
         try:

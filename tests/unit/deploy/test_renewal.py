@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -84,6 +85,16 @@ def test_one_that_does_not_come_to_serve_ends_it_and_every_old_one_stays(
     assert renewal.error.startswith("router 0")
     assert fleet.routers == old
     assert fleet.running() == 2
+
+
+def test_one_that_cannot_be_started_ends_it_and_nothing_else(fleet: Fleet) -> None:
+    def no_room(number: int) -> Started:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    renewal = Renewal(fleet.routers, no_room, 10.0)
+    run(renewal, fleet)
+    assert renewal.error == f"router 0: it cannot be started ({os.strerror(errno.EAGAIN)})"
+    assert (renewal.processes(), fleet.running()) == ([], 2)
 
 
 def test_an_old_one_that_does_not_end_in_time_is_killed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
