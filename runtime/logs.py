@@ -77,14 +77,23 @@ def _take_over(root: logging.Logger) -> None:
 
 
 class _FromLogging(logging.Handler):
+    """A line that its author got wrong is written as it is: what is logged fails nobody who logs."""
+
     def emit(self, record: logging.LogRecord) -> None:
         given = {name: value for name, value in vars(record).items() if name not in _RECORD}
         log = structlog.get_logger(record.name)
-        event = str(record.msg) % record.args if record.args else str(record.msg)
-        log.log(record.levelno, event, logger=record.name, exc_info=record.exc_info, **{KIND: str(record.msg)}, **given)
+        level = min(record.levelno // 10 * 10, logging.CRITICAL)  # some libraries have levels of their own
+        log.log(level, _said(record), logger=record.name, exc_info=record.exc_info, **{KIND: str(record.msg)}, **given)
 
 
-_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "event", "logger"}
+def _said(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except (TypeError, ValueError, KeyError):  # values that do not fit its text
+        return str(record.msg)
+
+
+_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "event", "logger", "level"}
 
 
 class _Sink:

@@ -20,6 +20,7 @@ from runtime import logs
 from runtime.config import Config
 from runtime.errors import Cancelled, PdserveError, Saturated, WorkerLost
 from runtime.log_bound import KINDS, LINES, SECONDS, Bounded
+from runtime.logs import _FromLogging
 from runtime.metrics import Metrics
 
 STORM = 1000
@@ -163,3 +164,23 @@ def test_what_the_library_logs_has_its_contents_described_like_everything() -> N
     logging.getLogger("x").warning("odd", extra={"prompt": "the user's words"})
     (line,) = log.lines()
     assert (line["logger"], line["prompt"], "_kind" in line) == ("x", "<str of 16>", False)
+
+
+@pytest.mark.parametrize(
+    ("level", "text", "values", "said"),
+    [
+        (35, "odd %s", ("level",), ("odd level", "warning")),
+        (99, "worse", (), ("worse", "critical")),
+        (40, "%d steps", ("no number",), ("%d steps", "error")),
+        (40, "100% of %s", ("all",), ("100% of %s", "error")),
+        (40, "%(name)s", ({"other": 1},), ("%(name)s", "error")),
+    ],
+)
+def test_a_line_that_its_author_got_wrong_is_written_and_fails_nobody(
+    level: int, text: str, values: tuple[object, ...], said: tuple[str, str]
+) -> None:
+    log = Log()
+    ours = next(one for one in logging.getLogger().handlers if isinstance(one, _FromLogging))  # pytest's own would fail
+    ours.handle(logging.LogRecord("x", level, "", 0, text, values, None))
+    (line,) = log.lines()
+    assert (line["event"], line["level"]) == said
