@@ -28,7 +28,7 @@ import click
 
 from bench import _plots
 from bench.load import show
-from bench.load.asked import Seconds, Target, Work, length, plan_of, rate, warm_plan
+from bench.load.asked import Number, Target, Work, length, plan_of, rate, warm_plan
 from bench.load.crew import Crew, Spread
 from bench.load.loader import Job
 from bench.load.plan import Plan
@@ -127,7 +127,12 @@ def described(run: Run, work: Work) -> dict[str, Any]:
         "model": job.address.model,
         "loaders": len(run.jobs),
         "file": Path(work.file).name if work.file else None,
+        "skip": work.given["skip"],
+        "longest": work.given["longest"],
         "warmup": work.warmup,
+        "timeout_s": job.address.timeout_s,
+        "chat": job.address.chat,
+        "ignore_eos": job.address.ignore_eos,
         **plan,
         "objective": asdict(run.objective),
     }
@@ -157,28 +162,28 @@ def described(run: Run, work: Work) -> dict[str, Any]:
 @click.option("--groups", default=8, show_default=True, type=click.IntRange(1, 1_000_000), help="different prefixes")
 @click.option("--prefix", default=1024, show_default=True, type=click.IntRange(1, 1_000_000), help="tokens of a prefix")
 @click.option("--turns", default=4, show_default=True, type=click.IntRange(1, 1000), help="of a conversation")
-@click.option("--think", default=0.0, type=Seconds(0, 3600), help="seconds between two turns  [0]")
+@click.option("--think", default=0.0, type=Number(0, 3600), help="seconds between two turns  [0]")
 @click.option("--skip", default=0, type=click.IntRange(0), help="begin behind so many requests of the trace")
 @click.option(
     "--longest", default=0, type=click.IntRange(0), help="leave out longer ones of the trace (tokens, with answer)"
 )
 @click.option("--rate", default=None, callback=rate, help="requests per second, or inf")
-@click.option("--speedup", type=Seconds(0, 1e6, min_open=True), help="times the trace's own speed")
+@click.option("--speedup", type=Number(0, 1e6, min_open=True), help="times the trace's own speed")
 @click.option(
     "--concurrency", default=0, type=click.IntRange(0, 1_000_000), help="most requests in flight  [16 without --rate]"
 )
 @click.option("--requests", default=0, type=click.IntRange(0, 100_000_000), help="[100, without --duration]")
-@click.option("--duration", default=0.0, type=Seconds(0, 1e6), help="seconds in which requests begin")
+@click.option("--duration", default=0.0, type=Number(0, 1e6), help="seconds in which requests begin")
 @click.option("--warmup", default=0, type=click.IntRange(0, 100_000), help="requests before, that are not counted")
 @click.option(
-    "--timeout", default=600.0, show_default=True, type=Seconds(0, 1e6, min_open=True), help="of a request (s)"
+    "--timeout", default=600.0, show_default=True, type=Number(0, 1e6, min_open=True), help="of a request (s)"
 )
 @click.option("--seed", default=1, show_default=True, type=click.IntRange(0, 2**32))
 @click.option("--loaders", default=1, show_default=True, type=click.IntRange(1, 1024), help="processes that send")
 @click.option("--address", default="", help="HOST:PORT of a Ray cluster: spread the loaders over its nodes")
-@click.option("--ttft-goal", default=DEFAULT.ttft_s, show_default=True, type=Seconds(0, 1e6))
-@click.option("--ttft-goal-per-8k", default=DEFAULT.ttft_s_per_8k, show_default=True, type=Seconds(0, 1e6))
-@click.option("--tpot-goal", default=DEFAULT.tpot_s, show_default=True, type=Seconds(0, 1e6))
+@click.option("--ttft-goal", default=DEFAULT.ttft_s, show_default=True, type=Number(0, 1e6))
+@click.option("--ttft-goal-per-8k", default=DEFAULT.ttft_s_per_8k, show_default=True, type=Number(0, 1e6))
+@click.option("--tpot-goal", default=DEFAULT.tpot_s, show_default=True, type=Number(0, 1e6))
 @click.option("--plot", "picture", type=click.Path(dir_okay=False), help="PNG")
 @click.option("--json", "as_json", is_flag=True, help="one JSON object and nothing else")
 @click.pass_context
@@ -200,6 +205,8 @@ def main(context: click.Context, /, **given: Any) -> None:
         show.console().print(show.shown(_title(found), found), highlight=False)
     if given["picture"]:
         show.plot(Path(given["picture"]), [result for loader in crew.loaders for result in loader.results])
+    if crew.why:
+        print(f"pdserve: a load generator was lost: {crew.why}", file=sys.stderr)
     if found["load"]["lost"] or not found["requests"][COMPLETED]:
         sys.exit(1)
 

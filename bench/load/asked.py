@@ -28,7 +28,7 @@ TRACE_VOCAB = 32_000
 """Of the tokens that a trace's hash ids stand for, where the server does not say how many it knows."""
 
 
-class Seconds(click.FloatRange):
+class Number(click.FloatRange):
     """A number within its limits; nan is within none."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -219,8 +219,12 @@ def _paced(plan: Plan, work: Work) -> Plan:
     if plan.arrival != "times":
         return replace(plan, rate=work.given["rate"] or 0.0) if plan.arrival == "poisson" else plan
     first, last = plan.rows[0].at, plan.rows[-1].at
+    if first == last:
+        if work.given["rate"] and len(plan.rows) > 1:
+            raise InvalidRequest("all requests of the trace come in one moment, which has no rate", field="rate")
+        return replace(plan, arrival="burst")
     rows = tuple(replace(row, at=row.at - first) for row in plan.rows)
-    native = len(rows) / max(last - first, 1e-9)
+    native = len(rows) / (last - first)
     speed = work.given["speedup"] or (work.given["rate"] or native) / native
     return replace(plan, rows=rows, speed=speed, rate=native * speed)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Self
 
 from bench.load.loader import LINE_LIMIT, Job
+from bench.load.plan import concurrency
 from bench.load.results import FAILED, Result, unpack
 from runtime.errors import PdserveError
 
@@ -26,6 +27,9 @@ READY_S = 120.0
 """Processes, and places on other machines."""
 
 GRACE_S = 10.0
+NO_WORDS = "it gave no reason"
+_FRAME = " |+-"
+"""Of a traceback of several errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,14 @@ class Spread:
     command: tuple[str, ...]
     request: Mapping[str, Any]
     env: Mapping[str, str]
+
+
+def patience_s(job: Job) -> float:
+    """Until a loader is ready: its warm-up may be one in which every request takes its timeout."""
+    if job.warm is None:
+        return READY_S
+    share, places = -(-job.warm.requests // job.of), concurrency(job.warm, job.part, job.of)
+    return READY_S + job.address.timeout_s * -(-share // places)
 
 
 @dataclass(slots=True)
@@ -77,15 +89,17 @@ class Loader:
 
 
 class Crew:
-    """An asynchronous context manager; nothing of it is left after it."""
+    """An asynchronous context manager; nothing of it is left after it. why: what is known of a loader that was lost."""
 
     def __init__(self, jobs: Sequence[Job], spread: Spread | None = None) -> None:
         self.loaders = [Loader(socket.gethostname()) for _ in jobs]
+        self.why = ""
         self._jobs, self._spread = jobs, spread
         self._processes: list[asyncio.subprocess.Process] = []
         self._readers: list[asyncio.Task[None]] = []
         self._errors: list[IO[bytes]] = []
         self._failed = ""
+        self._going = False
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -108,7 +122,7 @@ class Crew:
 
     async def ready(self, stop: asyncio.Event) -> bool:
         """Until all wait for the start; False when it was stopped before. Raises PdserveError."""
-        patience = READY_S + (self._jobs[0].address.timeout_s if self._jobs[0].warm else 0.0)
+        patience = max(patience_s(job) for job in self._jobs)
         try:
             async with asyncio.timeout(patience):
                 while not all(loader.ready for loader in self.loaders):
@@ -121,6 +135,7 @@ class Crew:
 
     async def run(self, stop: asyncio.Event, report: Callable[[], None]) -> None:
         """Until all have ended; `report` is called when there is news."""
+        self._going = True
         await self._say(b"go\n")
         while not self._over() and await self._more(stop):
             report()
@@ -141,7 +156,7 @@ class Crew:
         if self._failed or errors:
             raise PdserveError(self._failed or errors[0])
         if any(loader.lost for loader in self.loaders):
-            raise PdserveError(f"a load generator ended before the start: {self._last_words()}")
+            raise PdserveError(f"a load generator ended before the start: {self._last_words() or NO_WORDS}")
 
     async def _more(self, stop: asyncio.Event | None) -> bool:
         """Waits for news, or for `stop`: then False."""
@@ -197,12 +212,15 @@ class Crew:
     def _last_words(self) -> str:
         for errors in self._errors:
             errors.seek(0)
-            lines = errors.read().decode("utf-8", "replace").strip().splitlines()
-            if lines:
-                return lines[-1]
-        return "it gave no reason"
+            lines = errors.read().decode("utf-8", "replace").splitlines()
+            if words := [line.strip(_FRAME) for line in lines if line.strip(_FRAME)]:
+                return words[-1]
+        return ""
 
     async def _end(self) -> None:
+        if not self._going:  # who was not let go is not lost
+            for reader in self._readers:
+                reader.cancel()
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -216,5 +234,7 @@ class Crew:
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
+        if any(loader.lost for loader in self.loaders):
+            self.why = next((one.error for one in self.loaders if one.error), "") or self._last_words()
         for errors in self._errors:
             errors.close()

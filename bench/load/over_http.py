@@ -135,7 +135,9 @@ def _take(text: bytes, answer: Answer) -> None:
 
 def _choice(choice: dict[str, Any], answer: Answer) -> None:
     tokens, delta = choice.get("token_ids") or (), choice.get("delta") or {}
-    if tokens or choice.get("text") or any(delta.get(kind) for kind in _KINDS):
+    text = choice.get("text")
+    silent = text == "" and choice.get("finish_reason") is None  # a token without a text, or with a part of a character
+    if tokens or text or silent or any(delta.get(kind) for kind in _KINDS):
         answer.chunk()
         answer.tokens += tokens
         answer.output += len(tokens) or 1

@@ -13,9 +13,11 @@ import click
 import pytest
 
 from bench.load.asked import SHIPPED, Target, Work, plan_of, warm_plan
+from bench.load.loader import Job
 from bench.load.plan import Plan, sessions
+from bench.load.report import Objective
 from bench.load.target import Card, chosen
-from bench.serve import main
+from bench.serve import Run, described, main
 from deploy.ports import free_ports
 from runtime.errors import InvalidRequest
 
@@ -70,6 +72,19 @@ def test_a_trace_has_its_own_times_and_a_rate_or_a_speed_changes_them_as_in_a_re
     at = [session.at for session in sessions(paced)]
     assert len(at) / at[-1] == pytest.approx(3 * own.rate)
     assert plan("--dataset=trace", "--longest=8192", "--concurrency=3").arrival == "closed"
+
+
+def test_a_trace_of_one_moment_has_no_rate(tmp_path: Path) -> None:
+    line = '{"timestamp": 5, "input_length": 20, "output_length": 3, "hash_ids": [1]}\n'
+    (tmp_path / "one").write_text(line)
+    (tmp_path / "two").write_text(2 * line)
+    for name, requests in (("one", 1), ("two", 2)):
+        made = plan(f"--trace={tmp_path / name}")
+        assert (made.arrival, made.rate, len(list(sessions(made)))) == ("burst", 0.0, requests)
+    assert plan(f"--trace={tmp_path / 'one'}", "--rate=5").arrival == "burst"
+    with pytest.raises(InvalidRequest) as refused:
+        plan(f"--trace={tmp_path / 'two'}", "--rate=5")
+    assert refused.value.field == "rate"
 
 
 def test_both_kinds_of_traces_are_read_and_what_is_skipped_is_behind() -> None:
@@ -177,6 +192,16 @@ def test_the_target_is_the_one_named_or_the_cluster_that_runs_here() -> None:
         with pytest.raises(InvalidRequest) as refused:
             target(*words).address()
         assert refused.value.field == field or field in refused.value.message
+
+
+def test_what_was_asked_for_is_reported_with_the_figures() -> None:
+    words = ["--dataset=trace", "--longest=8192", "--skip=7", "--requests=20", "--speedup=2", "--timeout=9"]
+    asked, address = work(*words), target("--url=http://h:1", *words).address()
+    run = Run((Job(address, plan_of(asked, CARD, 1)),), None, Objective())
+    said = described(run, asked)
+    assert json.loads(json.dumps(said)) == {**said, "input": [512, 512], "output": [64, 64]}
+    names = ("file", "skip", "longest", "requests", "speed", "timeout_s", "arrival", "chat", "ignore_eos")
+    assert tuple(said[name] for name in names) == (SHIPPED.name, 7, 8192, 20, 2.0, 9.0, "times", False, False)
 
 
 def test_a_model_is_the_only_one_or_named() -> None:

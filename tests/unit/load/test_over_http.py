@@ -124,6 +124,13 @@ async def test_an_answer_is_the_same_however_its_bytes_come(piece: int) -> None:
         assert (answer.prompt, answer.output, answer.cached) == (5, 2, -1)
 
 
+async def test_a_token_without_a_text_is_a_token_and_the_end_of_an_answer_is_none() -> None:
+    """Part of a character, or a special token: the first one, too."""
+    end = event({"choices": [{"text": "", "finish_reason": "length"}]})
+    answer = await asked(text("") + text("") + text("x") + end + DONE)
+    assert (answer.output, len(answer.gaps)) == (3, 2)
+
+
 async def test_all_a_model_says_counts_be_it_thought_or_a_call() -> None:
     """The first token is the first that usage counts: thinking, too."""
     body = delta(role="assistant", content="") + delta(reasoning_content="hm") + delta(reasoning="hm")
