@@ -296,9 +296,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, *, name:
     try:
         command(arguments, prog_name=name or None, obj=around)
     except PdserveError as error:
-        key = f"{error.field}: " if error.field and not error.message.startswith(error.field) else ""
-        limit = f" (limit: {error.limit})" if error.limit else ""
-        print(f"pdserve: {key}{error.message}{limit}", file=sys.stderr)
+        print(f"pdserve: {error.line}", file=sys.stderr)
         return 2 if isinstance(error, InvalidRequest) else 1
     return 0
 

@@ -188,7 +188,7 @@ class Cluster:
             self._show(self._beginning(), dict.fromkeys(names, "") if not self._config.sim else {})
             self._placed.set()
         elif kind == "ray_again":
-            self._show("starting Ray once more, which gave up after its own 30 s", self._progress.workers)
+            self._show("starting Ray once more (it was not up within its own 30 s)", self._progress.workers)
         elif kind == "ray":
             self._endpoints = replace(self._endpoints, ray=event["address"])
             self._show("placing workers", self._progress.workers)

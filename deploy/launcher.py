@@ -76,7 +76,7 @@ class Launcher:
             self._supervise()
             self._say(event="failed", message="it was stopped while it started")
         except (Failed, PdserveError) as error:
-            self._say(event="failed", message=str(error))
+            self._say(event="failed", message=error.line if isinstance(error, PdserveError) else str(error))
             return 1
         finally:
             self._end()
@@ -143,6 +143,7 @@ class Launcher:
             return self._try_ray(self._ray_folder, workers)
         except RayTooSlow:  # a busy machine; what else may be wrong is not better the second time
             self._say(event="ray_again")
+            print("Ray was not up within its own 30 s: it is started once more", file=sys.stderr)
         processes.sweep(os.getpid(), keep=[router.pid for router in self._routers])
         return self._try_ray(self._ray_folder, workers)
 

@@ -24,7 +24,7 @@ def run(config: Config, router: str, api_key: str, *, max_tokens: int, temperatu
             try:
                 answer = _answer(client, messages, max_tokens, temperature)
             except PdserveError as error:
-                print(f"error: {error.message}", file=sys.stderr)
+                print(f"error: {error.line}", file=sys.stderr)
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})

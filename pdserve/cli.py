@@ -28,8 +28,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except PdserveError as error:
-            key = f"{error.field}: " if error.field and not error.message.startswith(error.field) else ""
-            click.echo(f"pdserve: {key}{error.message}", err=True)
+            click.echo(f"pdserve: {error.line}", err=True)
             sys.exit(EXIT_REFUSED if isinstance(error, InvalidRequest | NotFound) else 1)
 
 

@@ -107,10 +107,10 @@ async def run(config: Config, ask: str, as_json: bool) -> int:
         except (InvalidRequest, NotFound) as error:
             if not as_json:
                 raise
-            print(json.dumps({"ok": False, "faults": [f"{error.field}: {error.message}"]}))
+            print(json.dumps({"ok": False, "faults": [error.line]}))
             return EXIT_REFUSED
         except (StartFailed, PdserveError) as error:
-            text = error.message if isinstance(error, PdserveError) else str(error)
+            text = error.line if isinstance(error, PdserveError) else str(error)
             console.print(f"pdserve demo: {text}", markup=False, highlight=False, soft_wrap=True, style="red")
             if as_json:
                 print(json.dumps({"ok": False, "faults": [text]}))

@@ -59,6 +59,13 @@ class PdserveError(Exception):
         )
 
     @property
+    def line(self) -> str:
+        """For a person: the message with its field and its limit, where it does not say them itself."""
+        field = f"{self.field}: " if self.field and not self.message.startswith(self.field) else ""
+        limit = f" (limit: {self.limit})" if self.limit and self.limit not in self.message else ""
+        return f"{field}{self.message}{limit}"
+
+    @property
     def kind(self) -> str:
         """The reason of the nearest class that has one of its own."""
         mro = type(self).__mro__

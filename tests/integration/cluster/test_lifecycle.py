@@ -91,6 +91,7 @@ def test_a_ray_that_gave_up_its_own_start_is_started_once_more(tmp_path: Path) -
     try:
         cluster.until_ready()
         assert any("starting Ray once more" in line for line in cluster.output)
+        assert "started once more" in cluster.state.tail("launcher")
         members = processes.session_members(cluster.record.launcher_pid)
         programs = [Path(f"/proc/{one.pid}/cmdline").read_text().split("\0")[0] for one in members]
         assert sum(one.endswith("gcs_server") for one in programs) == 1
@@ -176,4 +177,4 @@ def test_a_taken_port_is_refused_by_its_key(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = run_pdserve("up", "--model=oracle", f"--state-dir={tmp_path}/state", f"--http-listen={address}")
     assert done.returncode == 1
-    assert "cannot listen" in done.stderr
+    assert "pdserve: http_listen: cannot listen on" in done.stderr

@@ -5,7 +5,7 @@ import pytest
 
 from protos.v1 import common_pb2
 from runtime import errors
-from runtime.errors import PdserveError
+from runtime.errors import InvalidRequest, PdserveError
 
 
 def tree() -> list[type[PdserveError]]:
@@ -69,3 +69,16 @@ def test_every_foreign_status_becomes_an_error_of_ours(status: grpc.StatusCode) 
 
 def test_an_empty_detail_is_an_internal_error() -> None:
     assert errors.from_detail(common_pb2.ErrorDetail()).reason == "internal"
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "limit", "line"),
+    [
+        ("too late", "", "", "too late"),
+        ("cannot listen", "http_listen", "", "http_listen: cannot listen"),
+        ("max_batch: more than 0", "max_batch", "more than 0", "max_batch: more than 0"),
+        ("the role is unknown", "role", "prefill, decode", "role: the role is unknown (limit: prefill, decode)"),
+    ],
+)
+def test_a_person_is_told_the_field_and_the_limit_once(message: str, field: str, limit: str, line: str) -> None:
+    assert InvalidRequest(message, field=field, limit=limit).line == line
