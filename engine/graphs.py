@@ -82,7 +82,8 @@ class DecodeGraphs:
         return self._model.logits(self._model.forward(step.batch, self._pools))
 
     def _made(self, size: int, reach: int) -> _Captured:
-        """Captured where there is a GPU. A device that cannot be captured on serves without, and says so once."""
+        """Captured where there is a GPU. A device that cannot be captured on serves without, and says so once; where
+        others have been captured (its memory is full by now), these steps alone run call by call."""
         made = _Captured(StaticStep(self._model.groups, size, reach, self._ring, self._device))
         made.step.fill(())
         if self._device.type != "cuda":
@@ -91,8 +92,8 @@ class DecodeGraphs:
             self._capture(made)
         except RuntimeError as error:
             _log.warning("decode steps are not captured, they will take longer", extra={"why": str(error)})
-            self.works = False
             made.graph = None
+            self.works = any(held.graph is not None for held in self._captured.values())
         return made
 
     def _capture(self, made: _Captured) -> None:

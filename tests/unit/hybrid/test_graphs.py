@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -130,12 +131,19 @@ class Model:
         return hidden
 
 
-def test_a_device_that_cannot_capture_serves_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> graphs.DecodeGraphs:
+    """As on a GPU, but for the capture itself."""
     monkeypatch.setattr(graphs, "uses_triton", lambda device: True)
     made = graphs.DecodeGraphs(Model(), None, 64, 1, CPU, 8)  # type: ignore[arg-type]
     made._device = torch.device("cuda")
     monkeypatch.setattr(graphs, "StaticStep", lambda g, size, length, ring, device: StaticStep(g, size, 64, 1, CPU))
+    return made
 
+
+def test_a_device_that_cannot_capture_serves_without(
+    made: graphs.DecodeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(captured: Any) -> None:
         captured.graph = object()
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -145,6 +153,27 @@ def test_a_device_that_cannot_capture_serves_without(monkeypatch: pytest.MonkeyP
     assert made.takes(rows)
     assert made.logits(rows)[:, 0].tolist() == [40, 41, 42]
     assert not made.takes(rows)
+
+
+def test_a_device_that_is_full_keeps_the_graphs_it_has(
+    made: graphs.DecodeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given graphs for one row and none for three, then both are served, each with what there is."""
+    replayed = []
+
+    def capture(captured: Any) -> None:
+        if captured.step.size > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        captured.logits = torch.zeros(1, 1)
+        captured.graph = SimpleNamespace(replay=lambda: replayed.append(captured.step.batch.tokens.tolist()))
+
+    monkeypatch.setattr(made, "_capture", capture)
+    rows = tuple(Row(i, (40 + i,), 3, (1,)) for i in range(3))
+    made.logits(rows[:1])
+    assert made.logits(rows)[:, 0].tolist() == [40, 41, 42]
+    assert made.takes(rows)
+    made.logits(rows[1:2])
+    assert replayed == [[40], [41]]
 
 
 def test_only_decode_steps_of_captured_sizes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
