@@ -35,6 +35,13 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
+def test_a_header_that_has_changed_makes_another_library(source: Path, tmp_path: Path) -> None:
+    source.write_text('#include "some.h"\nextern "C" int value() { return VALUE; }\n')
+    for value in (3, 4):
+        source.with_name("some.h").write_text(f"#define VALUE {value}\n")
+        assert native.library(source, tmp_path / "cache").value() == value
+
+
 @pytest.mark.parametrize("damage", [b"", b"\0" * 4096, b"\x7fELF"], ids=["empty", "zeros", "cut"])
 def test_a_kept_library_that_cannot_be_loaded_is_built_anew(source: Path, tmp_path: Path, damage: bytes) -> None:
     reference, cache = tmp_path / "reference", tmp_path / "cache"
