@@ -74,16 +74,16 @@ class GrpcTarget:
     async def ask(self, request: Any, answer: Answer) -> None:
         message, metadata = request
         call = next(self._stubs).Generate(message, metadata=metadata)
-        started = False
+        started = whole = False
         try:
-            while (event := await call.read()) is not _EOF:
+            while (event := await call.read()) is not _EOF:  # to its status: who leaves before is counted as cancelled
                 started = True
-                if _ends(event, answer):
-                    return
-            # the status of a call that ended without an end
-            raise Unanswered(FAILED, "stream_lost" if started else (await call.code()).name)
+                whole = _ends(event, answer) or whole
+            if not whole:  # the status of a call that ended without an end
+                raise Unanswered(FAILED, "stream_lost" if started else (await call.code()).name)
         except grpc.aio.AioRpcError as exc:
-            raise _unanswered(exc, started) from exc
+            if not whole:
+                raise _unanswered(exc, started) from exc
         finally:
             call.cancel()
 
