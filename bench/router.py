@@ -48,7 +48,6 @@ from bench._http_load import QUESTION
 from bench._options import positive
 from bench._router_parts import parts
 from runtime.config import Config
-from runtime.grpc_environment import SETTINGS
 from runtime.modelfiles import ModelFiles
 
 CASES = (("short", 1, 64), ("short", 1, 256), ("stream", 1, 64), ("stream", 1, 256), ("stream", 4, 256))
@@ -109,7 +108,7 @@ def router(model: str) -> Iterator[tuple[int, str, str]]:
 def workers(grpc: str, model: str, per_step: int) -> Iterator[dict[str, str]]:
     """Their addresses, by role."""
     command = [sys.executable, "-m", "bench._null_workers", grpc, model, str(per_step)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=SETTINGS | os.environ)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         said = [process.stdout.readline().split() for _ in range(2)]
@@ -128,16 +127,14 @@ def load(
 
 def _json_of(module: str, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", module, *arguments]
-    quiet = subprocess.DEVNULL
-    environment = SETTINGS | os.environ  # gRPC as the router and its workers have it
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=quiet, check=True, text=True, timeout=START_S, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True, timeout=START_S
     )
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
-def until_ready(http: str, model: str) -> None:
+def _until_ready(http: str, model: str) -> None:
     end = time.monotonic() + START_S
     while time.monotonic() < end:
         try:
@@ -170,7 +167,7 @@ def measure(
     with ExitStack() as stack:
         pid, http, grpc = stack.enter_context(_pinned(model) if pin else router(model))
         addresses = stack.enter_context(workers(grpc, model, per_step))
-        until_ready(http, model)
+        _until_ready(http, model)
         full = load(http, model, mode, concurrency, 1.0)  # caches and connections are warm
         rate = light * full["requests"] / full["seconds"]
         reference = Reference(model)

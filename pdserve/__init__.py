@@ -2,9 +2,7 @@
 
 import os
 
-from runtime.grpc_environment import SETTINGS
-
-os.environ |= SETTINGS | os.environ  # before gRPC is imported, which the rest does
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC prints ordinary ends of connections; read when it is imported
 
 from pdserve.client import AsyncClient, Client
 from pdserve.results import Choice, Delta, Finished, Generation, Ledger, Logprob, Model, Options, Started, Usage
