@@ -109,7 +109,7 @@ class HttpFace:
             asked = ServedRequest(request, request[REQUEST_ID], request[TENANT])
             try:
                 response = await handler(asked)
-            except Exception as exc:
+            except Exception as exc:  # raises again, always: what is begun cannot become an error page
                 if not asked.begun or isinstance(exc, ConnectionError):
                     raise
                 _log.error("answer_broke", exc_info=exc)
@@ -273,7 +273,7 @@ class HttpFace:
                     record.failed(Cancelled("the client reads too slowly", reason="slow_client"))
                     raise ConnectionResetError("the client reads too slowly") from None
                 raise
-            except Exception as exc:
+            except Exception as exc:  # raises again, or ends what has begun with the error
                 if not sink.opened or isinstance(exc, ConnectionError):
                     raise
                 return await self._broken_off(record, sink, exc)
